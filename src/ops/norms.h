@@ -16,9 +16,9 @@ enum ctxkv__sum_order {
 struct ctxkv__norm {
     bool present;
     enum ctxkv__sum_order order;
-    bool contract;      // packed order only: the first combination is an fma
-    bool input_scale;   // the gain multiplies the input
-    const float *gain;  // weight + gain centre, FP32, layer l at gain + l*D; NULL: weightless
+    bool contract;     // packed order only: the first combination is an fma
+    bool input_scale;  // the gain multiplies the input
+    const float *gain; // weight + gain centre, FP32, layer l at gain + l*D; NULL: weightless
     float eps;
 };
 
@@ -42,5 +42,8 @@ ctxkv__norms_fn ctxkv__norms_ref;
 
 // One vLLM rms_norm's scale for n values: rsqrt(sum/n + eps) with B threads (SPEC 5).
 float ctxkv__rms_scale_ref(const float *values, int64_t n, int64_t threads, float eps);
+
+// FP32 gains of n weights (BF16 or FP32, any alignment): weight + centre.
+void ctxkv__gains(const void *weights, bool fp32, int64_t n, float centre, float *gains);
 
 #endif

@@ -9,8 +9,7 @@
 // Sum of squares of one thread's 32 values.
 static float thread_sum_pair(const float q[ROW_VALUES]) {
     float p[16];
-    for (int i = 0; i < 16; i++)
-        p[i] = ctxkv__fma(q[2 * i], q[2 * i], q[2 * i + 1] * q[2 * i + 1]);
+    for (int i = 0; i < 16; i++) p[i] = ctxkv__fma(q[2 * i], q[2 * i], q[2 * i + 1] * q[2 * i + 1]);
     for (int n = 8; n >= 1; n /= 2)
         for (int i = 0; i < n; i++) p[i] = p[2 * i] + p[2 * i + 1];
     return p[0];
@@ -109,5 +108,16 @@ void ctxkv__norms_ref(const struct ctxkv__norms_args *args, int64_t row_begin, i
             for (int64_t i = 0; i < n; i++)
                 ctxkv__store16(args->out, first + i, ctxkv__to_bf16(values[i]));
         }
+    }
+}
+
+void ctxkv__gains(const void *weights, bool fp32, int64_t n, float centre, float *gains) {
+    for (int64_t i = 0; i < n; i++) {
+        float w;
+        if (fp32)
+            memcpy(&w, (const char *)weights + 4 * i, 4);
+        else
+            w = ctxkv__load_bf16(weights, i);
+        gains[i] = w + centre;
     }
 }

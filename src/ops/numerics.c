@@ -44,9 +44,13 @@ static float rsqrt_any(float x, int ftz) {
     return rsqrt_normal(-126 - shift, (magnitude << shift) & 0x7FFFFF);
 }
 
-float ctxkv__rsqrt(float x) { return rsqrt_any(x, 0); }
+float ctxkv__rsqrt(float x) {
+    return rsqrt_any(x, 0);
+}
 
-float ctxkv__rsqrt_ftz(float x) { return rsqrt_any(x, 1); }
+float ctxkv__rsqrt_ftz(float x) {
+    return rsqrt_any(x, 1);
+}
 
 // ---- mma16 -----------------------------------------------------------------------------------
 // A finite term is significand * 2^(exponent - point), point = 14 for products and 23 for acc.
@@ -60,7 +64,9 @@ static int bf16_exponent(uint16_t h) {
     return e ? e - 127 : -126;
 }
 
-static int bf16_significand(uint16_t h) { return (h & 0x7F) | ((h >> 7) & 0xFF ? 0x80 : 0); }
+static int bf16_significand(uint16_t h) {
+    return (h & 0x7F) | ((h >> 7) & 0xFF ? 0x80 : 0);
+}
 
 static int64_t align(struct term t, int point, int emax) {
     // To units of 2^(emax - 25), truncated toward zero.
@@ -87,9 +93,15 @@ static float compose(int64_t sum, int emax) {
         sign | ((uint32_t)(exponent + 127) << 23) | ((uint32_t)magnitude & 0x7FFFFFu));
 }
 
-static int is_nan16(uint16_t h) { return (h & 0x7FFF) > 0x7F80; }
-static int is_inf16(uint16_t h) { return (h & 0x7FFF) == 0x7F80; }
-static int is_zero16(uint16_t h) { return (h & 0x7FFF) == 0; }
+static int is_nan16(uint16_t h) {
+    return (h & 0x7FFF) > 0x7F80;
+}
+static int is_inf16(uint16_t h) {
+    return (h & 0x7FFF) == 0x7F80;
+}
+static int is_zero16(uint16_t h) {
+    return (h & 0x7FFF) == 0;
+}
 
 // Bit 0: +inf seen, bit 1: -inf seen, bit 2: NaN.
 static int special_bits(uint16_t a, uint16_t b) {

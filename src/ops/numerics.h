@@ -18,9 +18,13 @@ static inline float ctxkv__float(uint32_t b) {
     return x;
 }
 
-static inline float ctxkv__fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+static inline float ctxkv__fma(float a, float b, float c) {
+    return __builtin_fmaf(a, b, c);
+}
 
-static inline float ctxkv__from_bf16(uint16_t h) { return ctxkv__float((uint32_t)h << 16); }
+static inline float ctxkv__from_bf16(uint16_t h) {
+    return ctxkv__float((uint32_t)h << 16);
+}
 
 static inline uint16_t ctxkv__to_bf16(float x) {
     uint32_t b = ctxkv__bits(x);

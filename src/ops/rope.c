@@ -39,8 +39,8 @@ float ctxkv__cuda_powf(float x, float y) {
     z = ctxkv__fma(lo, y, z);
     float n = rintf(t), f = z + (t - n);
     float q = ctxkv__fma(ctxkv__float(0x391FCB8Eu), f, ctxkv__float(0x3AAF85EDu));
-    static const uint32_t tail[5] = {0x3C1D9856u, 0x3D6357BBu, 0x3E75FDECu, 0x3F317218u,
-                                     0x3F800000u};
+    static const uint32_t tail[5] = {
+        0x3C1D9856u, 0x3D6357BBu, 0x3E75FDECu, 0x3F317218u, 0x3F800000u};
     for (int i = 0; i < 5; i++) q = ctxkv__fma(q, f, ctxkv__float(tail[i]));
     return scale_by_power_of_two(q, (int)n);
 }

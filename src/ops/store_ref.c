@@ -14,8 +14,8 @@ void ctxkv__fault_note(
 void ctxkv__fault_merge(struct ctxkv__fault_record *into, const struct ctxkv__fault_record *from) {
     if (from->count == 0) return;
     uint64_t count = into->count + from->count;
-    bool earlier = from->layer < into->layer ||
-                   (from->layer == into->layer && from->row < into->row);
+    bool earlier =
+        from->layer < into->layer || (from->layer == into->layer && from->row < into->row);
     if (into->count == 0 || earlier) *into = *from;
     into->count = count;
 }
@@ -29,16 +29,14 @@ enum ctxkv__row_fate ctxkv__store_row_fate(
     if (slot / cache->block_size >= cache->num_blocks) {
         if (faults)
             ctxkv__fault_note(
-                faults, CTXKV__FAULT_SLOT, layer, row, slot,
-                cache->num_blocks * cache->block_size);
+                faults, CTXKV__FAULT_SLOT, layer, row, slot, cache->num_blocks * cache->block_size);
         return CTXKV__ROW_FAULT;
     }
     if (args->rope == CTXKV__ROPE_NONE) return CTXKV__ROW_STORE;
     int64_t position = args->positions[row];
     if (position >= 0 && position < args->max_position) return CTXKV__ROW_STORE;
     if (faults)
-        ctxkv__fault_note(
-            faults, CTXKV__FAULT_POSITION, layer, row, position, args->max_position);
+        ctxkv__fault_note(faults, CTXKV__FAULT_POSITION, layer, row, position, args->max_position);
     return CTXKV__ROW_FAULT;
 }
 
@@ -53,9 +51,8 @@ static float plain_scale(const float *k, float eps) {
 static void k_norm(const struct ctxkv__store_args *args, int64_t layer, float *k) {
     int64_t n = args->head_dim;
     if (args->k_norm == CTXKV__K_ABSENT) return;
-    float scale = args->k_norm == CTXKV__K_PLAIN
-                      ? plain_scale(k, args->k_eps)
-                      : ctxkv__rms_scale_ref(k, n, n / 8, args->k_eps);
+    float scale = args->k_norm == CTXKV__K_PLAIN ? plain_scale(k, args->k_eps)
+                                                 : ctxkv__rms_scale_ref(k, n, n / 8, args->k_eps);
     for (int64_t i = 0; i < n; i++) {
         float y = k[i] * scale;
         if (args->k_norm == CTXKV__K_RMS) y = y * args->k_gain[layer * n + i];
@@ -87,10 +84,10 @@ void ctxkv__store_ref(
         int64_t block = slot / cache->block_size, page = slot % cache->block_size;
         for (int64_t h = 0; h < args->num_heads; h++) {
             float key[CTXKV__MAX_HEAD_DIM];
-            int64_t from_k = layer * args->k_layer_stride + t * args->k_row_stride +
-                             h * args->k_head_stride;
-            int64_t from_v = layer * args->v_layer_stride + t * args->v_row_stride +
-                             h * args->v_head_stride;
+            int64_t from_k =
+                layer * args->k_layer_stride + t * args->k_row_stride + h * args->k_head_stride;
+            int64_t from_v =
+                layer * args->v_layer_stride + t * args->v_row_stride + h * args->v_head_stride;
             int64_t to_k = block * cache->k_block_stride + page * cache->k_page_stride +
                            h * cache->k_head_stride;
             int64_t to_v = block * cache->v_block_stride + page * cache->v_page_stride +
