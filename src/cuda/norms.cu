@@ -14,10 +14,6 @@
 #include "params.h"
 #include "prim.cuh"
 
-#ifndef NEXT_AT
-#define NEXT_AT 1
-#endif
-
 #define D 8192
 #define ROW_THREADS 256
 #define CHUNKS 4
@@ -149,7 +145,6 @@ template <int ORDER, bool SCALED, bool FP32>
 static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     __shared__ float warp_sums[2][8];
     const int first = threadIdx.x * 8, layer = blockIdx.y;
-    if (NEXT_AT == 1) launch_next();
     uint4 x[CHUNKS];
     float h[VALUES], g[VALUES], layer_g[VALUES];
     load_gains<FP32>(p.hidden_gain, first, g);
@@ -157,12 +152,12 @@ static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     const place o = place_of(p, blockIdx.x, threadIdx.x);
     launch_wait();
     load_row((const u16 *)p.x + blockIdx.x * p.x_row + first, x);
-    if (NEXT_AT == 2) launch_next();
     widen(x, h);
     hidden_norm<ORDER>(p, g, h, warp_sums[0], 0);
     if (SCALED) scale_by(layer_g, h);
     const float s = row_sum<ORDER>(h, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums[1], 0);
-    if (NEXT_AT == 3) launch_next();
+    // Not earlier: the next kernel's blocks would take issue slots that this one needs.
+    launch_next();
     scale(root(s, p.layer_eps), h);
     if (!SCALED) scale_by(layer_g, h);
     write_row(o, layer, h);
@@ -218,7 +213,6 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const int layer = blockIdx.y * p.layers_per_block;
     const int end = min(layer + p.layers_per_block, p.layers);
     const int layer_vectors = D * (FP32 ? 4 : 2) / 16;
-    if (NEXT_AT == 1) launch_next();
     {
         const uint4 *src = (const uint4 *)p.layer_gain + (i64)layer * layer_vectors;
         for (int i = threadIdx.x; i < (end - layer) * layer_vectors; i += blockDim.x)
@@ -252,7 +246,7 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
                 warp_sums[group][2 + ((l - layer) & 1)], group);
         if (SCALED) barrier(group + 1, ROW_THREADS);
     }
-    if (NEXT_AT == 3) launch_next();
+    launch_next();
 }
 
 // v[i] *= g[i], chunk by chunk: few gains in registers at a time.
@@ -272,7 +266,7 @@ static __device__ __forceinline__ void norms_many(const ctxkv_norms_params &p) {
     __shared__ float warp_sums[4][8];
     const int first = threadIdx.x * 8;
     const bool input = p.flags & CTXKV_NORMS_HIDDEN_INPUT;
-    if (NEXT_AT == 1) launch_next();
+    launch_next();
     launch_wait();
     uint4 x[CHUNKS];
     float h[VALUES];
@@ -364,11 +358,8 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
     }
 }
 
-#ifndef FEW_LB
-#define FEW_LB 2
-#endif
 #define NORMS_GAINS(name, order, scaled, bits)                                                     \
-    extern "C" __global__ void __launch_bounds__(256, FEW_LB)                                      \
+    extern "C" __global__ void __launch_bounds__(256, bits == 16 ? 3 : 2)                                     \
         ctxkv_norms_few##bits##_##name(const __grid_constant__ ctxkv_norms_params p) {             \
         norms_few<order, scaled, bits == 32>(p);                                                   \
     }                                                                                              \

@@ -31,6 +31,8 @@ typedef struct {
     unsigned flags;
 } ctxkv_norms_params;
 
+#define CTXKV_RMS_COPY 64u // no norm: out = x
+
 // vLLM's rms_norm: y = (x * r) * w. `threads` of the block take part in the sum's order.
 typedef struct {
     const void *x;
@@ -42,8 +44,29 @@ typedef struct {
     int vectors;                   // D / 8
     int threads;
     float eps;
-    unsigned flags; // CTXKV_NORMS_X_BY2
+    unsigned flags; // CTXKV_NORMS_X_BY2, CTXKV_RMS_COPY
 } ctxkv_rms_params;
+
+// ---- projection ----
+#define CTXKV_PROJECTION_BY2 1u    // an operand is not 16-byte aligned in every row
+#define CTXKV_PROJECTION_KV_BY2 2u // kv is not 4-byte aligned in every row
+
+typedef struct {
+    const void *data; // BF16 [block_columns, K]
+    long long row;    // stride, elements
+} ctxkv_projection_block;
+
+typedef struct {
+    const void *x; // BF16
+    void *kv;      // BF16
+    long long x_layer, x_row, kv_layer, kv_row; // elements
+    const ctxkv_projection_block *blocks;       // device memory, two per layer
+    const float *bias;                          // [L, 2 * block_columns], or null
+    long long rows;
+    int k, block_columns;
+    unsigned flags;
+    unsigned pad;
+} ctxkv_projection_params;
 
 // ---- store ----
 #define CTXKV_STORE_ROPE_NONE 0u

@@ -45,6 +45,11 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     float a = 0.0f;
     launch_next();
     launch_wait();
+    if (p.flags & CTXKV_RMS_COPY) {
+        for (int v = t; v < p.vectors; v += blockDim.x)
+            store16(out + v * p.out_column * 16, load_x(p, x, v));
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < KEEP; i++) {
         const int v = t + i * p.threads;

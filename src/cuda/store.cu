@@ -10,10 +10,6 @@
 #include "params.h"
 #include "prim.cuh"
 
-#ifndef NEXT_AT
-#define NEXT_AT 1
-#endif
-
 // What a kernel knows when it is compiled: the K norm, the rotation, and that every operand is
 // 16-byte aligned in every row (VEC). RUNTIME: read from the parameters.
 #define RUNTIME 99u
@@ -282,20 +278,18 @@ store_units(const ctxkv_store_common &c, const LAYER &l, bool by2) {
     const INDEX units = (INDEX)l.rows * (INDEX)c.heads;
     const INDEX first = (INDEX)blockIdx.x * (groups * S::UNITS) + threadIdx.x / S::LANES;
     unit<S> u[S::UNITS];
-    if (NEXT_AT == 1) launch_next();
+    launch_next();
 #pragma unroll
     for (int n = 0; n < S::UNITS; n++) place_unit<S>(c, l, lane, first + n * groups, u[n]);
     launch_wait_after((u64)u[0].k_src | (u64)u[0].v_src | (u64)(l.slots + u[0].row) |
                       (u64)(c.positions + u[0].row) | (u64)u[0].k | (u64)u[0].v);
 #pragma unroll
     for (int n = 0; n < S::UNITS; n++) read_unit<S>(c, l, first + n * groups < units, u[n]);
-    if (NEXT_AT == 2) launch_next();
 #pragma unroll
     for (int n = 0; n < S::UNITS; n++) check_unit<S>(c, l, lane, u[n]);
 #pragma unroll
     for (int n = 0; n < S::UNITS; n++)
         finish_unit<S>(c, l.k_weight, by2, blockIdx.y, lane, u[n]);
-    if (NEXT_AT == 3) launch_next();
 }
 
 #define STORE_FAST(name, hd, norm, rope, units)                                                    \
@@ -312,8 +306,6 @@ store_units(const ctxkv_store_common &c, const LAYER &l, bool by2) {
     }
 STORE_FAST(plain, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_NONE, 1)
 STORE_FAST(gptj, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_GPTJ, 1)
-STORE_FAST(plain_x2, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_NONE, 2)
-STORE_FAST(gptj_x2, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_GPTJ, 2)
 STORE_FAST(neox_64, 64, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
 STORE_FAST(neox_128, 128, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
 STORE_FAST(neox_256, 256, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
