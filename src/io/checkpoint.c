@@ -61,7 +61,7 @@ bool io_index_parse(
              io_fail(error, "%s: weight_map must be an object", path);
     }
     if (ok) {
-        json_object_foreach ((json_t *)checkpoint->weight_map, name, value) {
+        json_object_foreach((json_t *)checkpoint->weight_map, name, value) {
             if (!(ok = add_shard(checkpoint, name, value, error))) break;
         }
     }

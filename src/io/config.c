@@ -82,7 +82,9 @@ static bool read_theta(const reader *in, const json_t *value, float *result) {
         spelled(value, text, sizeof text));
 }
 
-static bool has(const char *text, const char *part) { return strstr(text, part) != NULL; }
+static bool has(const char *text, const char *part) {
+    return strstr(text, part) != NULL;
+}
 
 static bool read_family(const reader *in, io_family *family) {
     const json_t *list = lookup(in, "architectures");
@@ -99,8 +101,10 @@ static bool read_family(const reader *in, io_family *family) {
             in->error, "%s: %s is an MLA draft, which has no K/V rows: not supported", in->path,
             shown);
     }
-    if (has(shown, "MuseSpark") || has(shown, "muse_spark") || has(shown, "muse-spark")) return true;
-    if (!name && !has(shown, "qwen3") && !has(shown, "dflash") && !has(shown, "dspark")) return true;
+    if (has(shown, "MuseSpark") || has(shown, "muse_spark") || has(shown, "muse-spark"))
+        return true;
+    if (!name && !has(shown, "qwen3") && !has(shown, "dflash") && !has(shown, "dspark"))
+        return true;
     *family = IO_FAMILY_QWEN3;
     if (!name || has(name, "DFlash") || has(name, "DSpark")) return true;
     return io_fail(

@@ -8,12 +8,12 @@
 
 typedef struct io_context {
     io_safetensors file;
-    int64_t rows;              // T
-    const uint16_t *hidden;    // [T, D]
-    const int64_t *positions;  // [T]; NULL when not given
-    const int64_t *slots;      // [slot_lists, slot_rows]
+    int64_t rows;                  // T
+    const uint16_t *hidden;        // [T, D]
+    const int64_t *positions;      // [T]; NULL when not given
+    const int64_t *slots;          // [slot_lists, slot_rows]
     int64_t slot_lists, slot_rows; // 1 or L lists; 0..T-1 when not given
-    const uint16_t *cos_sin;   // [table_rows, head_dim]; NULL when not given
+    const uint16_t *cos_sin;       // [table_rows, head_dim]; NULL when not given
     int64_t table_rows;
     void *owned[4];
 } io_context;

@@ -47,8 +47,7 @@ static bool split_lines(io_csv *csv, size_t size, io_error *error) {
     return true;
 }
 
-bool io_csv_parse(
-    io_csv *csv, const char *data, size_t size, const char *path, io_error *error) {
+bool io_csv_parse(io_csv *csv, const char *data, size_t size, const char *path, io_error *error) {
     *csv = (io_csv){.path = strdup(path), .text = malloc(size + 1)};
     size_t cells = size ? count_of(data, size, ',') + count_of(data, size, '\n') + 1 : 1;
     csv->cells = calloc(cells, sizeof *csv->cells);
@@ -75,6 +74,7 @@ void io_csv_free(io_csv *csv) {
 
 bool io_csv_text(
     const io_csv *csv, size_t row, const char *column, const char **value, io_error *error) {
+    *value = "";
     for (size_t i = 0; i < csv->columns; ++i) {
         if (!strcmp(csv->cells[i], column)) {
             *value = csv->cells[(row + 1) * csv->columns + i];

@@ -15,8 +15,7 @@ typedef struct io_csv {
 } io_csv;
 
 // Every row must have the header's columns; empty lines are skipped.
-bool io_csv_parse(
-    io_csv *csv, const char *data, size_t size, const char *path, io_error *error);
+bool io_csv_parse(io_csv *csv, const char *data, size_t size, const char *path, io_error *error);
 void io_csv_free(io_csv *csv);
 // The cell as text, an integer in [low, high], a finite number >= 0, or 8-digit hexadecimal words.
 bool io_csv_text(

@@ -23,7 +23,8 @@ bool io_tensor_parallel(
     io_error *error) {
     if (tp_size < 1 || tp_rank < 0 || tp_rank >= tp_size) {
         return io_fail(
-            error, "tensor-parallel rank %" PRId64 " of %" PRId64 " ranks: must be from 0 to %" PRId64,
+            error,
+            "tensor-parallel rank %" PRId64 " of %" PRId64 " ranks: must be from 0 to %" PRId64,
             tp_rank, tp_size, tp_size - 1);
     }
     bool split = heads >= tp_size;
@@ -157,8 +158,8 @@ static bool rank_rows(
         if (!merged_row(in, item, part, &row)) return false;
         total = item->tensor->shape[0];
     }
-    bool ok = check_dtype(in, item, false) && (vector ? check_shape(in, item, 0, total)
-                                                      : check_shape(in, item, total, columns));
+    bool ok = check_dtype(in, item, false) &&
+              (vector ? check_shape(in, item, 0, total) : check_shape(in, item, total, columns));
     if (!ok) return false;
     row += draft->first_head * config->head_dim;
     *data = item->tensor->data + (size_t)(row * columns) * 2;

@@ -17,8 +17,12 @@ static const struct {
 #undef IO_DTYPE
 };
 
-const char *io_dtype_name(io_dtype dtype) { return dtypes[dtype].name; }
-int io_dtype_bits(io_dtype dtype) { return dtypes[dtype].bits; }
+const char *io_dtype_name(io_dtype dtype) {
+    return dtypes[dtype].name;
+}
+int io_dtype_bits(io_dtype dtype) {
+    return dtypes[dtype].bits;
+}
 
 io_shape_text io_shape(const int64_t *shape, int rank) {
     io_shape_text result = {"["};
@@ -86,8 +90,9 @@ static bool read_range(
     uint64_t begin = (uint64_t)json_integer_value(first), end = (uint64_t)json_integer_value(last);
     if (end > limit) {
         return io_fail(
-            error, "%s: tensor '%s': ends at byte %" PRIu64 " of %" PRIu64 " data bytes in the file",
-            path, tensor->name, end, limit);
+            error,
+            "%s: tensor '%s': ends at byte %" PRIu64 " of %" PRIu64 " data bytes in the file", path,
+            tensor->name, end, limit);
     }
     if (end - begin != tensor->bytes) {
         return io_fail(
@@ -116,7 +121,8 @@ static bool check_cover(io_safetensors *file, uint64_t limit, io_error *error) {
         const io_tensor *tensor = &file->tensors[i];
         if (tensor->begin != end) {
             return io_fail(
-                error, "%s: tensor '%s': begins at byte %" PRIu64 ", must begin at %" PRIu64 " (%s)",
+                error,
+                "%s: tensor '%s': begins at byte %" PRIu64 ", must begin at %" PRIu64 " (%s)",
                 file->path, tensor->name, tensor->begin, end,
                 tensor->begin < end ? "overlap" : "hole");
         }
@@ -138,7 +144,7 @@ static bool check_metadata(const json_t *value, const char *path, io_error *erro
     if (!json_is_object(value)) {
         return io_fail(error, "%s: __metadata__ must be an object of strings", path);
     }
-    json_object_foreach ((json_t *)value, key, item) {
+    json_object_foreach((json_t *)value, key, item) {
         if (!json_is_string(item)) {
             return io_fail(error, "%s: __metadata__ '%s' must be a string", path, key);
         }
@@ -151,14 +157,14 @@ static bool read_entries(
     const char *name;
     json_t *value;
     size_t sizes = 0;
-    json_object_foreach ((json_t *)file->json, name, value) {
+    json_object_foreach((json_t *)file->json, name, value) {
         sizes += json_array_size(json_object_get(value, "shape"));
     }
     file->shapes = calloc(sizes + 1, sizeof *file->shapes);
     file->tensors = calloc(json_object_size(file->json) + 1, sizeof *file->tensors);
     if (!file->shapes || !file->tensors) return io_fail(error, "%s: out of memory", file->path);
     int64_t *shape = file->shapes;
-    json_object_foreach ((json_t *)file->json, name, value) {
+    json_object_foreach((json_t *)file->json, name, value) {
         if (!strcmp(name, "__metadata__")) {
             if (!check_metadata(value, file->path, error)) return false;
             continue;
@@ -182,8 +188,7 @@ static bool read_entries(
 
 static bool parse_head(io_safetensors *file, const uint8_t *data, size_t size, io_error *error) {
     if (size < 8) {
-        return io_fail(
-            error, "%s: %zu bytes, a safetensors file has at least 8", file->path, size);
+        return io_fail(error, "%s: %zu bytes, a safetensors file has at least 8", file->path, size);
     }
     uint64_t head = 0;
     for (int i = 7; i >= 0; --i) head = head << 8 | data[i];

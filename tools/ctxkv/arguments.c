@@ -48,7 +48,23 @@ static int explain(const struct argp *argp, const char *text) {
     return cli_fail("'%.*s' is no option of this command (see --help)", (int)size, text);
 }
 
+// argp prints help only when it also prints its own, longer errors: so help is asked for here.
+static bool wants_help(const struct argp *argp, int argc, char **argv) {
+    for (int i = 1; i < argc && strcmp(argv[i], "--"); ++i) {
+        bool usage = !strcmp(argv[i], "--usage");
+        if (!usage && strcmp(argv[i], "--help") && strcmp(argv[i], "-?")) continue;
+        unsigned what = usage ? ARGP_HELP_USAGE : ARGP_HELP_STD_HELP & ~ARGP_HELP_EXIT_OK;
+        argp_help(argp, stdout, what, argv[0]);
+        return true;
+    }
+    return false;
+}
+
 int cli_parse(const struct argp *argp, int argc, char **argv, void *input) {
+    if (wants_help(argp, argc, argv)) {
+        fflush(stdout);
+        exit(ferror(stdout) ? 2 : 0);
+    }
     wrapper self = {argp, input, argc};
     struct argp_child children[] = {{argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
     struct argp outer = {
@@ -150,16 +166,20 @@ static error_t parse_device(int key, char *text, struct argp_state *state) {
     int index;
     error_t error;
     switch (key) {
-    case KEY_DEVICE: return check_device(text, options);
-    case KEY_THREADS: return cli_integer("--threads", text, 1, 1024, &options->threads);
+    case KEY_DEVICE:
+        return check_device(text, options);
+    case KEY_THREADS:
+        return cli_integer("--threads", text, 1, 1024, &options->threads);
     case KEY_MASK:
         error = cli_choice("--cpu-mask", text, tiers, &index);
         if (!error) options->cpu_mask = (2u << index) - 1;
         return error;
-    case KEY_NUMERICS: return cli_choice("--numerics", text, numerics, &options->numerics);
+    case KEY_NUMERICS:
+        return cli_choice("--numerics", text, numerics, &options->numerics);
     case KEY_PROJECTION:
         return cli_choice("--projection", text, projections, &options->projection);
-    default: return ARGP_ERR_UNKNOWN;
+    default:
+        return ARGP_ERR_UNKNOWN;
     }
 }
 
@@ -171,15 +191,19 @@ static const struct argp_option device_options[] = {
      "Best CPU tier allowed (default: the environment's CTXKV_CPU_MASK, else the best found)", 10},
     {"numerics", KEY_NUMERICS, "stock|pair|packed|invariant", 0,
      "Order of the norms' sums: as vLLM's on this device (default), as on sm_80 to sm_90, as on "
-     "sm_100 and later, or independent of the number of rows (Qwen3 kind)", 10},
+     "sm_100 and later, or independent of the number of rows (Qwen3 kind)",
+     10},
     {"projection", KEY_PROJECTION, "auto|exact|cublas", 0,
      "exact: one tensor-core chain per output; cublas: whatever cuBLAS gives (GPU); auto: exact, "
-     "by cuBLAS where that is known to be equal (default)", 10},
+     "by cuBLAS where that is known to be equal (default)",
+     10},
     {0}};
 
 const struct argp cli_device_argp = {.options = device_options, .parser = parse_device};
 
-void cli_options_init(cli_options *options) { *options = (cli_options){.device = "auto"}; }
+void cli_options_init(cli_options *options) {
+    *options = (cli_options){.device = "auto"};
+}
 
 const char *cli_tier_name(uint32_t bit) {
     return bit & CTXKV_CPU_AVX512 ? "avx512" : bit & CTXKV_CPU_AVX2 ? "avx2" : "scalar";

@@ -43,38 +43,63 @@ static bool gather(parts *all, cli_place *place, const io_draft *draft) {
            (!draft->k_norm.tensor.data || moved(place, &all->k_norm, &draft->k_norm.tensor));
 }
 
-static void describe(
-    ctxkv_chain_desc *desc, const parts *all, const io_draft *draft, const DLTensor *table,
-    const cli_options *options, int64_t max_rows, bool checked) {
+typedef struct descriptors {
+    ctxkv_chain_desc chain;
+    ctxkv_norms_desc norms;
+    ctxkv_projection_desc projection;
+    ctxkv_store_desc store;
+} descriptors;
+
+static void describe_norms(
+    ctxkv_norms_desc *desc, const parts *all, const io_draft *draft, const cli_options *options) {
     const io_config *config = &draft->config;
     bool muse = config->family == IO_FAMILY_MUSE;
     float centre = config->zero_centered ? 1.0f : 0.0f;
-    ctxkv_norm norm = {muse ? CTXKV_NORM_ROW : CTXKV_NORM_RMS, config->eps, centre, 0};
-    ctxkv_chain_desc_init(desc);
-    desc->max_rows = max_rows;
-    desc->norms.hidden_size = desc->projection.hidden_size = config->hidden_size;
-    desc->norms.num_layers = desc->projection.num_layers = desc->store.num_layers = config->layers;
-    desc->norms.hidden = desc->norms.layer = norm;
-    if (!muse) desc->norms.layer.kind = CTXKV_NORM_ABSENT;
-    if (all->hidden.data) desc->norms.hidden_weight = &all->hidden;
+    ctxkv_norms_desc_init(desc);
+    desc->hidden_size = config->hidden_size;
+    desc->num_layers = config->layers;
+    desc->hidden = (ctxkv_norm){muse ? CTXKV_NORM_ROW : CTXKV_NORM_RMS, config->eps, centre, 0};
+    desc->layer = desc->hidden;
+    if (!muse) desc->layer.kind = CTXKV_NORM_ABSENT;
+    if (all->hidden.data) desc->hidden_weight = &all->hidden;
     if (draft->layer_norms) {
-        desc->norms.layer_weights = all->layer_norms;
-        desc->norms.layer_weight_count = config->layers;
+        desc->layer_weights = all->layer_norms;
+        desc->layer_weight_count = config->layers;
     }
-    desc->norms.numerics = (ctxkv_numerics)options->numerics;
-    desc->projection.num_kv_heads = desc->store.num_kv_heads = draft->kv_heads;
-    desc->projection.head_dim = desc->store.head_dim = config->head_dim;
+    desc->numerics = (ctxkv_numerics)options->numerics;
+}
+
+static void describe(
+    descriptors *desc, const parts *all, const io_draft *draft, const DLTensor *table,
+    const cli_options *options, int64_t max_rows, bool checked) {
+    const io_config *config = &draft->config;
+    bool muse = config->family == IO_FAMILY_MUSE;
+    describe_norms(&desc->norms, all, draft, options);
+    ctxkv_projection_desc_init(&desc->projection);
+    desc->projection.hidden_size = config->hidden_size;
+    desc->projection.num_layers = config->layers;
+    desc->projection.num_kv_heads = draft->kv_heads;
+    desc->projection.head_dim = config->head_dim;
     desc->projection.weights = all->weights;
     desc->projection.weight_count = config->layers * 2;
     if (all->bias.data) desc->projection.bias = &all->bias;
     desc->projection.mode = (ctxkv_projection_mode)options->projection;
     desc->projection.max_rows = max_rows;
+    ctxkv_store_desc_init(&desc->store);
+    desc->store.num_layers = config->layers;
+    desc->store.num_kv_heads = draft->kv_heads;
+    desc->store.head_dim = config->head_dim;
     desc->store.k_norm = muse ? CTXKV_K_NORM_PLAIN : CTXKV_K_NORM_RMS;
     desc->store.k_eps = config->eps;
     if (all->k_norm.data) desc->store.k_norm_weight = &all->k_norm;
     desc->store.rope = !table ? CTXKV_ROPE_NONE : muse ? CTXKV_ROPE_GPTJ : CTXKV_ROPE_NEOX;
     desc->store.cos_sin = table;
     desc->store.checked = checked;
+    ctxkv_chain_desc_init(&desc->chain);
+    desc->chain.norms = &desc->norms;
+    desc->chain.projection = &desc->projection;
+    desc->chain.store = &desc->store;
+    desc->chain.max_rows = max_rows;
 }
 
 bool cli_chain_make(
@@ -83,9 +108,9 @@ bool cli_chain_make(
     parts all = {0};
     bool ok = gather(&all, place, draft);
     if (ok) {
-        ctxkv_chain_desc desc;
+        descriptors desc;
         describe(&desc, &all, draft, table, options, max_rows, checked);
-        ok = !ctxkv_chain_create(place->device, &desc, chain);
+        ok = !ctxkv_chain_create(place->device, &desc.chain, chain);
         if (!ok) cli_fail_status("the chain cannot be made");
     }
     free(all.layer_norms);

@@ -15,10 +15,16 @@ typedef struct info_args {
 static error_t parse(int key, char *text, struct argp_state *state) {
     info_args *args = state->input;
     switch (key) {
-    case ARGP_KEY_INIT: state->child_inputs[0] = &args->options; return 0;
-    case 'j': args->json = true; return 0;
-    case ARGP_KEY_ARG: return cli_extra(text);
-    default: return ARGP_ERR_UNKNOWN;
+    case ARGP_KEY_INIT:
+        state->child_inputs[0] = &args->options;
+        return 0;
+    case 'j':
+        args->json = true;
+        return 0;
+    case ARGP_KEY_ARG:
+        return cli_extra(text);
+    default:
+        return ARGP_ERR_UNKNOWN;
     }
 }
 
@@ -26,7 +32,9 @@ static const struct argp_option options[] = {
     {"json", 'j', NULL, 0, "Print one JSON object", 0}, {0}};
 static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
 static const struct argp info_argp = {
-    .options = options, .parser = parse, .children = children,
+    .options = options,
+    .parser = parse,
+    .children = children,
     .doc = "Tells the version, the CPU tiers found and used, the GPUs or why there are none, and "
            "the build."};
 
@@ -48,10 +56,10 @@ static json_t *describe_gpu(int index) {
         json_object_set_new(gpu, "unusable", json_string(ctxkv_last_error()));
     } else {
         json_object_update_new(
-            gpu, json_pack(
-                     "{s:s, s:i, s:i, s:i, s:b}", "name", info.name, "arch", info.cuda_arch,
-                     "driver", info.driver, "cublas", info.cublas, "bits_verified",
-                     info.bits_verified));
+            gpu,
+            json_pack(
+                "{s:s, s:i, s:i, s:i, s:b}", "name", info.name, "arch", info.cuda_arch, "driver",
+                info.driver, "cublas", info.cublas, "bits_verified", info.bits_verified));
     }
     ctxkv_device_close(device);
     return gpu;
@@ -89,15 +97,16 @@ static void print_text(const json_t *all) {
     printf("ctxkv      %s\n", json_string_value(json_object_get(all, "version")));
     printf("cpu        %s\n", json_string_value(json_object_get(cpu, "name")));
     printf("tiers      found:");
-    json_array_foreach (json_object_get(cpu, "found"), index, item) {
+    json_array_foreach(json_object_get(cpu, "found"), index, item) {
         printf(" %s", json_string_value(item));
     }
     printf("; used: %s\n", json_string_value(json_object_get(cpu, "used")));
-    printf("threads    %" JSON_INTEGER_FORMAT "\n",
-           json_integer_value(json_object_get(cpu, "threads")));
+    printf(
+        "threads    %" JSON_INTEGER_FORMAT "\n",
+        json_integer_value(json_object_get(cpu, "threads")));
     const char *reason = json_string_value(json_object_get(cuda, "reason"));
     if (reason) printf("cuda       none: %s\n", reason);
-    json_array_foreach (json_object_get(cuda, "devices"), index, item) {
+    json_array_foreach(json_object_get(cuda, "devices"), index, item) {
         const char *why = json_string_value(json_object_get(item, "unusable"));
         printf("cuda       %s ", json_string_value(json_object_get(item, "device")));
         if (why) {
@@ -130,8 +139,8 @@ static int run(int argc, char **argv) {
     json_t *all = json_pack(
         "{s:s, s:{s:s, s:o, s:s, s:i}, s:o, s:s, s:o}", "version", ctxkv_version(), "cpu", "name",
         place.info.name, "found", tier_list(place.info.cpu_found), "used",
-        cli_tier_name(place.info.cpu_used), "threads", place.info.threads, "cuda",
-        describe_cuda(), "numerics",
+        cli_tier_name(place.info.cpu_used), "threads", place.info.threads, "cuda", describe_cuda(),
+        "numerics",
         "stock = vLLM 0.33.0's chain (row-norm order 'pair' on a CPU and sm_80 to sm_90)", "build",
         describe_build());
     cli_place_close(&place);

@@ -15,7 +15,9 @@ static void on_signal(int number) {
     io_writer_abort_on_signal();
     if (number == SIGBUS) {
         static const char text[] = "ctxkv: a mapped file became shorter while it was read\n";
-        _exit(write(2, text, sizeof text - 1) < 0 ? 2 : 2);
+        ssize_t ignored = write(2, text, sizeof text - 1);
+        (void)ignored;
+        _exit(2);
     }
     signal(number, SIG_DFL);
     raise(number);
@@ -32,13 +34,14 @@ static void catch_signals(void) {
 }
 
 static void print_help(void) {
-    printf("Usage: ctxkv COMMAND [OPTION...]\n%s.\n\n%s\n\nCommands:\n", cli_summary,
-           cli_description);
+    printf(
+        "Usage: ctxkv COMMAND [OPTION...]\n%s.\n\n%s\n\nCommands:\n", cli_summary, cli_description);
     for (const cli_command *const *command = cli_commands; *command; ++command) {
         printf("  %-10s %s\n", (*command)->name, (*command)->summary);
     }
-    printf("\n`ctxkv COMMAND --help' tells about a command, `ctxkv --version' the version.\n%s\n",
-           cli_exit_text);
+    printf(
+        "\n`ctxkv COMMAND --help' tells about a command, `ctxkv --version' the version.\n%s\n",
+        cli_exit_text);
 }
 
 static int dispatch(int argc, char **argv) {

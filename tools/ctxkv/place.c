@@ -98,13 +98,15 @@ static bool check(ctxkv_status status) {
 }
 
 bool cli_to_device(cli_place *place, void *to, const void *from, size_t bytes) {
-    if (place->memory) return !bytes || check(place->memory->to_device(place->device, to, from, bytes));
+    if (place->memory)
+        return !bytes || check(place->memory->to_device(place->device, to, from, bytes));
     if (bytes) memcpy(to, from, bytes);
     return true;
 }
 
 bool cli_to_host(cli_place *place, void *to, const void *from, size_t bytes) {
-    if (place->memory) return !bytes || check(place->memory->to_host(place->device, to, from, bytes));
+    if (place->memory)
+        return !bytes || check(place->memory->to_host(place->device, to, from, bytes));
     if (bytes) memcpy(to, from, bytes);
     return true;
 }

@@ -53,7 +53,7 @@ typedef struct cli_caches {
     int64_t layers, blocks, heads, block_size, dim;
     size_t bytes; // of one layer
     void **storage;
-    cli_tensor *views;           // [2*L]
+    cli_tensor *views; // [2*L]
     const DLTensor **keys, **values;
 } cli_caches;
 

@@ -44,23 +44,41 @@ static error_t parse_end(const run_args *args) {
 static error_t parse(int key, char *text, struct argp_state *state) {
     run_args *args = state->input;
     switch (key) {
-    case ARGP_KEY_INIT: state->child_inputs[0] = &args->options; return 0;
-    case 'm': args->model = text; return 0;
-    case 'c': args->context = text; return 0;
-    case 'o': args->out = text; return 0;
-    case KEY_BLOCK: return cli_integer("--block-size", text, 1, 1 << 20, &args->block_size);
-    case KEY_BLOCKS: return cli_integer("--num-blocks", text, 1, 1 << 30, &args->num_blocks);
-    case KEY_TP_SIZE: return cli_integer("--tp-size", text, 1, 65536, &args->tp_size);
-    case KEY_TP_RANK: return cli_integer("--tp-rank", text, 0, 65535, &args->tp_rank);
-    case KEY_CHECKED: args->checked = true; return 0;
-    case ARGP_KEY_ARG: return cli_extra(text);
-    case ARGP_KEY_END: return parse_end(args);
-    default: return ARGP_ERR_UNKNOWN;
+    case ARGP_KEY_INIT:
+        state->child_inputs[0] = &args->options;
+        return 0;
+    case 'm':
+        args->model = text;
+        return 0;
+    case 'c':
+        args->context = text;
+        return 0;
+    case 'o':
+        args->out = text;
+        return 0;
+    case KEY_BLOCK:
+        return cli_integer("--block-size", text, 1, 1 << 20, &args->block_size);
+    case KEY_BLOCKS:
+        return cli_integer("--num-blocks", text, 1, 1 << 30, &args->num_blocks);
+    case KEY_TP_SIZE:
+        return cli_integer("--tp-size", text, 1, 65536, &args->tp_size);
+    case KEY_TP_RANK:
+        return cli_integer("--tp-rank", text, 0, 65535, &args->tp_rank);
+    case KEY_CHECKED:
+        args->checked = true;
+        return 0;
+    case ARGP_KEY_ARG:
+        return cli_extra(text);
+    case ARGP_KEY_END:
+        return parse_end(args);
+    default:
+        return ARGP_ERR_UNKNOWN;
     }
 }
 
 static const struct argp_option options[] = {
-    {"model", 'm', "DIR", 0, "Checkpoint folder: config.json and model.safetensors or its shards", 0},
+    {"model", 'm', "DIR", 0, "Checkpoint folder: config.json and model.safetensors or its shards",
+     0},
     {"context", 'c', "FILE", 0,
      "Context rows: hidden_states, positions, perhaps slot_mapping and cos_sin_cache", 0},
     {"out", 'o', "FILE", 0, "Cache file to write: kv_cache.0, kv_cache.1, ...", 0},
@@ -74,12 +92,15 @@ static const struct argp_option options[] = {
     {0}};
 static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
 static const struct argp run_argp = {
-    .options = options, .parser = parse, .children = children,
-    .doc = "Computes the context K/V chain of a draft checkpoint on a batch of context rows and "
-           "writes every layer's cache, BF16 [num_blocks, heads, block_size, 2*head_dim] (K, then "
-           "V), all of it or nothing. Places that no slot addresses are zero. Prints for each layer "
-           "the CRC-32 of its cache and the rows stored, then the rows skipped. Without "
-           "slot_mapping row t goes to slot t."};
+    .options = options,
+    .parser = parse,
+    .children = children,
+    .doc =
+        "Computes the context K/V chain of a draft checkpoint on a batch of context rows and "
+        "writes every layer's cache, BF16 [num_blocks, heads, block_size, 2*head_dim] (K, then "
+        "V), all of it or nothing. Places that no slot addresses are zero. Prints for each layer "
+        "the CRC-32 of its cache and the rows stored, then the rows skipped. Without "
+        "slot_mapping row t goes to slot t."};
 
 static const int64_t *slots_of(const io_context *context, int64_t layer) {
     return context->slots + (context->slot_lists > 1 ? layer * context->slot_rows : 0);
@@ -281,8 +302,7 @@ static bool write_out(job *job) {
         *entry = (io_entry){
             .dtype = IO_BF16,
             .rank = 4,
-            .shape =
-                {job->blocks, job->caches.heads, job->caches.block_size, 2 * job->caches.dim},
+            .shape = {job->blocks, job->caches.heads, job->caches.block_size, 2 * job->caches.dim},
             .data = job->images[i]};
         snprintf(entry->name, sizeof entry->name, "kv_cache.%zu", i);
     }

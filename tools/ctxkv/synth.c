@@ -38,16 +38,29 @@ typedef struct synth {
 } synth;
 
 enum {
-    KEY_HEADS = 300, KEY_LAYERS, KEY_ROWS, KEY_SEED, KEY_SHARDS, KEY_ZERO, KEY_NO_AFFINE, KEY_NOPE,
-    KEY_FAMILY, KEY_HIDDEN, KEY_DIM, KEY_POSITION, KEY_SLOTS, KEY_TABLE
+    KEY_HEADS = 300,
+    KEY_LAYERS,
+    KEY_ROWS,
+    KEY_SEED,
+    KEY_SHARDS,
+    KEY_ZERO,
+    KEY_NO_AFFINE,
+    KEY_NOPE,
+    KEY_FAMILY,
+    KEY_HIDDEN,
+    KEY_DIM,
+    KEY_POSITION,
+    KEY_SLOTS,
+    KEY_TABLE
 };
 
 static error_t parse_end(const synth_args *args) {
     bool muse = args->family == 0;
     if (!args->folder) {
         cli_fail("DIR: is missing, must name the folder to write");
-    } else if (muse && ((args->hidden_size && args->hidden_size != 8192) ||
-                        (args->head_dim && args->head_dim != 64))) {
+    } else if (
+        muse && ((args->hidden_size && args->hidden_size != 8192) ||
+                 (args->head_dim && args->head_dim != 64))) {
         cli_fail("--hidden-size, --head-dim: must be 8192 and 64 for --family muse");
     } else if (!muse && (args->zero_centered || args->no_affine)) {
         cli_fail("--zero-centered, --no-affine: must be left out for --family qwen3");
@@ -65,27 +78,47 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     static const char *const families[] = {"muse", "qwen3", NULL};
     synth_args *args = state->input;
     switch (key) {
-    case KEY_HEADS: return cli_integer("--kv-heads", text, 1, 1024, &args->kv_heads);
-    case KEY_LAYERS: return cli_integer("--layers", text, 1, 256, &args->layers);
-    case KEY_ROWS: return cli_integer("--rows", text, 0, 1 << 24, &args->rows);
-    case KEY_SEED: return cli_integer("--seed", text, 0, INT64_MAX, &args->seed);
-    case KEY_SHARDS: return cli_integer("--shards", text, 1, 999, &args->shards);
-    case KEY_ZERO: args->zero_centered = true; return 0;
-    case KEY_NO_AFFINE: args->no_affine = true; return 0;
-    case KEY_NOPE: args->nope = true; return 0;
-    case KEY_FAMILY: return cli_choice("--family", text, families, &args->family);
-    case KEY_HIDDEN: return cli_integer("--hidden-size", text, 16, 1 << 20, &args->hidden_size);
-    case KEY_DIM: return cli_integer("--head-dim", text, 64, 512, &args->head_dim);
+    case KEY_HEADS:
+        return cli_integer("--kv-heads", text, 1, 1024, &args->kv_heads);
+    case KEY_LAYERS:
+        return cli_integer("--layers", text, 1, 256, &args->layers);
+    case KEY_ROWS:
+        return cli_integer("--rows", text, 0, 1 << 24, &args->rows);
+    case KEY_SEED:
+        return cli_integer("--seed", text, 0, INT64_MAX, &args->seed);
+    case KEY_SHARDS:
+        return cli_integer("--shards", text, 1, 999, &args->shards);
+    case KEY_ZERO:
+        args->zero_centered = true;
+        return 0;
+    case KEY_NO_AFFINE:
+        args->no_affine = true;
+        return 0;
+    case KEY_NOPE:
+        args->nope = true;
+        return 0;
+    case KEY_FAMILY:
+        return cli_choice("--family", text, families, &args->family);
+    case KEY_HIDDEN:
+        return cli_integer("--hidden-size", text, 16, 1 << 20, &args->hidden_size);
+    case KEY_DIM:
+        return cli_integer("--head-dim", text, 64, 512, &args->head_dim);
     case KEY_POSITION:
         return cli_integer("--max-position", text, 1, 1 << 28, &args->max_position);
-    case KEY_SLOTS: args->per_layer_slots = true; return 0;
-    case KEY_TABLE: args->table = true; return 0;
+    case KEY_SLOTS:
+        args->per_layer_slots = true;
+        return 0;
+    case KEY_TABLE:
+        args->table = true;
+        return 0;
     case ARGP_KEY_ARG:
         if (state->arg_num) return cli_extra(text);
         args->folder = text;
         return 0;
-    case ARGP_KEY_END: return parse_end(args);
-    default: return ARGP_ERR_UNKNOWN;
+    case ARGP_KEY_END:
+        return parse_end(args);
+    default:
+        return ARGP_ERR_UNKNOWN;
     }
 }
 
@@ -106,10 +139,13 @@ static const struct argp_option options[] = {
     {"table", KEY_TABLE, NULL, 0, "Put the cos/sin table into the context file", 1},
     {0}};
 static const struct argp synth_argp = {
-    .options = options, .parser = parse, .args_doc = "DIR",
-    .doc = "Writes config.json, model.safetensors (or shards) and context.safetensors into DIR: the "
-           "same bytes for the same options. Refuses a folder holding a checkpoint of another "
-           "origin."};
+    .options = options,
+    .parser = parse,
+    .args_doc = "DIR",
+    .doc =
+        "Writes config.json, model.safetensors (or shards) and context.safetensors into DIR: the "
+        "same bytes for the same options. Refuses a folder holding a checkpoint of another "
+        "origin."};
 
 static bool add(synth *all, const char *name, int64_t rows, int64_t columns, bool gain) {
     tensor_plan *plan = &all->tensors[all->count];
@@ -133,7 +169,8 @@ static bool plan_tensors(synth *all) {
         cli_fail("out of memory");
         return false;
     }
-    if (!args->no_affine && !add(all, "hidden_norm.weight", 0, args->hidden_size, true)) return false;
+    if (!args->no_affine && !add(all, "hidden_norm.weight", 0, args->hidden_size, true))
+        return false;
     for (int64_t i = 0; i < args->layers; ++i) {
         static const char *const parts[] = {"pre_qkv_proj_norm", "k_norm", "k_proj", "v_proj"};
         for (int k = 0; k < 4; ++k) {
@@ -236,8 +273,7 @@ static bool write_checkpoint(synth *all) {
         size_t next = all->count * (shard + 1) / shards;
         char name[64] = "model.safetensors";
         if (shards > 1) {
-            snprintf(
-                name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, shards);
+            snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, shards);
         }
         for (size_t i = first; i < next; ++i) {
             json_object_set_new(map, entries[i].name, json_string(name));
@@ -289,7 +325,11 @@ static bool add_table(const synth_args *args, io_entry *entry) {
     *entry = (io_entry){"cos_sin_cache", IO_BF16, 2, {shape[0], shape[1]}, rows};
     if (!rows) return false;
     DLTensor table = {
-        .data = rows, .device = {kDLCPU, 0}, .ndim = 2, .dtype = {kDLBfloat, 16, 1}, .shape = shape};
+        .data = rows,
+        .device = {kDLCPU, 0},
+        .ndim = 2,
+        .dtype = {kDLBfloat, 16, 1},
+        .shape = shape};
     float theta = args->family ? 1000000.0f : 500000.0f;
     return !ctxkv_rope_table(theta, args->head_dim, args->max_position, &table);
 }

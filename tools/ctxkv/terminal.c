@@ -30,7 +30,9 @@ int cli_fail(const char *format, ...) {
     return 2;
 }
 
-int cli_fail_status(const char *what) { return cli_fail("%s: %s", what, ctxkv_last_error()); }
+int cli_fail_status(const char *what) {
+    return cli_fail("%s: %s", what, ctxkv_last_error());
+}
 
 void cli_progress(void *label, uint64_t done, uint64_t total) {
     static double last;

@@ -22,12 +22,14 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         if (state->arg_num > 1) return 0;
         cli_fail("%u files given, must be two to compare", state->arg_num);
         return CLI_REPORTED;
-    default: return ARGP_ERR_UNKNOWN;
+    default:
+        return ARGP_ERR_UNKNOWN;
     }
 }
 
 static const struct argp verify_argp = {
-    .parser = parse, .args_doc = "A B",
+    .parser = parse,
+    .args_doc = "A B",
     .doc = "Compares two files written by `ctxkv run' bit by bit. Exits with 1 at a difference, "
            "after telling the first one and the counts."};
 
@@ -41,7 +43,8 @@ static int64_t count_layers(const io_safetensors *file) {
         if (!tensor) break;
         if (tensor->dtype != IO_BF16 || tensor->rank != 4 || tensor->shape[3] % 2) {
             cli_fail(
-                "%s: tensor '%s' is %s %s, must be BF16 [num_blocks, heads, block_size, 2*head_dim]",
+                "%s: tensor '%s' is %s %s, must be BF16 [num_blocks, heads, block_size, "
+                "2*head_dim]",
                 file->path, name, io_dtype_name(tensor->dtype),
                 io_shape(tensor->shape, tensor->rank).text);
             return -1;
@@ -58,8 +61,7 @@ static uint16_t word(const uint8_t *data, uint64_t index) {
     return value;
 }
 
-static void tell_first(
-    int64_t layer, const io_tensor *a, const io_tensor *b, uint64_t index) {
+static void tell_first(int64_t layer, const io_tensor *a, const io_tensor *b, uint64_t index) {
     uint64_t width = (uint64_t)a->shape[3], half = width / 2, rest = index / width;
     uint64_t column = index % width, size = (uint64_t)a->shape[2], heads = (uint64_t)a->shape[1];
     printf(
@@ -110,8 +112,7 @@ static int compare(const io_safetensors *a, const io_safetensors *b) {
         snprintf(name, sizeof name, "kv_cache.%" PRId64, layer);
         const io_tensor *left = io_safetensors_find(a, name);
         uint64_t parts[2];
-        uint64_t count =
-            compare_layer(layer, left, io_safetensors_find(b, name), &told, parts);
+        uint64_t count = compare_layer(layer, left, io_safetensors_find(b, name), &told, parts);
         if (count) {
             printf(
                 "layer %" PRId64 ": %" PRIu64 " of %" PRIu64 " elements differ (K %" PRIu64
@@ -146,5 +147,4 @@ static int run(int argc, char **argv) {
     return status;
 }
 
-const cli_command cli_verify = {
-    "verify", "Compare two cache files bit by bit", &verify_argp, run};
+const cli_command cli_verify = {"verify", "Compare two cache files bit by bit", &verify_argp, run};
