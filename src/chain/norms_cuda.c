@@ -125,8 +125,7 @@ ctxkv_status ctxkv__cuda_norms_create(struct ctxkv_norms *plan) {
     if (status) return status;
     struct norms_gpu *g = plan->gpu = calloc(1, sizeof *g);
     if (!g) status = ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the norms plan");
-    // The weights may still be on their way in another stream.
-    if (!status) gpu->cu->cuCtxSynchronize();
+    if (!status) ctxkv__gpu_settle(gpu);
     if (!status) status = make_gains(plan, g);
     if (!status) choose(plan, g);
     if (!status) status = load_kernels(plan, g);

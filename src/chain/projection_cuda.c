@@ -17,6 +17,7 @@ struct projection_gpu {
     void *handle;
     CUdeviceptr workspace; // for runs without one of their own
     pthread_mutex_t lock;  // around the handle's stream and workspace
+    void *stream_set, *workspace_set;
     size_t bytes;
 };
 
@@ -87,7 +88,7 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     size_t bytes = (size_t)(layers * n) * 4;
     float *host = malloc(bytes);
     if (!host) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the bias");
-    gpu->cu->cuCtxSynchronize();
+    ctxkv__gpu_settle(gpu);
     ctxkv_status status = CTXKV_OK;
     for (int64_t l = 0; !status && l < layers; l++) {
         struct ctxkv__view row = plan->bias_view;
@@ -179,10 +180,15 @@ static ctxkv_status run_cublas(
                     g->layer_stride == 2 * half * b[0].row_stride;
     if (!workspace) workspace = (void *)(uintptr_t)g->workspace;
     pthread_mutex_lock(&g->lock);
-    int result = g->cublas->set_stream(g->handle, call->stream);
-    // Setting the stream takes the workspace away.
-    if (!result)
-        result = g->cublas->set_workspace(g->handle, workspace, CTXKV__CUBLAS_WORKSPACE);
+    int result = 0;
+    if (call->stream != g->stream_set || workspace != g->workspace_set) {
+        g->workspace_set = 0;
+        result = g->cublas->set_stream(g->handle, call->stream);
+        // Setting the stream takes the workspace away.
+        if (!result)
+            result = g->cublas->set_workspace(g->handle, workspace, CTXKV__CUBLAS_WORKSPACE);
+        if (!result) g->stream_set = call->stream, g->workspace_set = workspace;
+    }
     if (!result && one_gemm)
         result = gemm(plan, g, call, b[0].data, 0, 0, layers * 2 * half, 0, 1);
     else if (!result && g->even)

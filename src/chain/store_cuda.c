@@ -38,7 +38,7 @@ static ctxkv_status make_gain(struct ctxkv_store *plan, struct store_gpu *g) {
     size_t bytes = (size_t)(d->num_layers * d->head_dim) * 4;
     float *host = malloc(bytes);
     if (!host) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the K norm's gains");
-    gpu->cu->cuCtxSynchronize();
+    ctxkv__gpu_settle(gpu);
     ctxkv_status status = CTXKV_OK;
     for (int64_t l = 0; !status && l < d->num_layers; l++) {
         struct ctxkv__view row = plan->k_weight;

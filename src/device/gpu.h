@@ -52,6 +52,10 @@ ctxkv_status ctxkv__gpu_enter_slow(
     const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope, const char *doing);
 void ctxkv__gpu_leave(const struct ctxkv__cuda_device *gpu, const struct ctxkv__gpu_scope *scope);
 
+// Waits for what the default stream still does to the weights a plan is about to read. (Waiting for
+// the whole context would break another thread's capture.)
+void ctxkv__gpu_settle(const struct ctxkv__cuda_device *gpu);
+
 // Resolves and loads a kernel. Only inside enter_slow.
 ctxkv_status ctxkv__gpu_kernel(struct ctxkv__cuda_device *gpu, enum ctxkv__kernel kernel);
 // Whether this build has the module for this GPU; loads it. Only inside enter_slow.

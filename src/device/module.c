@@ -81,7 +81,8 @@ static ctxkv_status load_kernel(struct ctxkv__cuda_device *gpu, int kernel) {
         return no_code(gpu, kernels[kernel].module, result);
     if (!result && cu->cuFuncLoad) result = cu->cuFuncLoad(function);
     int shared = kernels[kernel].shared;
-    if (shared > gpu->shared_limit) shared = gpu->shared_limit;
+    // What the kernel declares itself counts, too.
+    if (shared > gpu->shared_limit - 1024) shared = gpu->shared_limit - 1024;
     if (!result && shared > 48 * 1024)
         result = cu->cuFuncSetAttribute(
             function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared);

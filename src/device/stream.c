@@ -52,6 +52,10 @@ void ctxkv__gpu_leave(const struct ctxkv__cuda_device *gpu, const struct ctxkv__
     if (scope->pushed) gpu->cu->cuCtxPopCurrent(&popped);
 }
 
+void ctxkv__gpu_settle(const struct ctxkv__cuda_device *gpu) {
+    gpu->cu->cuStreamSynchronize(CU_STREAM_LEGACY);
+}
+
 ctxkv_status ctxkv__gpu_launch(
     const struct ctxkv__cuda_device *gpu, const struct ctxkv__launch *launch) {
     CUlaunchAttribute attributes[2];
