@@ -458,6 +458,14 @@ def test_qwen3(tmp_path, more):
 
 
 # ---- atomic output, signals, the terminal ------------------------------------------------------------
+def written(folder):
+    """Bytes of the unfinished file; 0 when there is none, or it goes while we look."""
+    try:
+        return sum(e.stat().st_size for e in os.scandir(folder) if e.name != "o")
+    except FileNotFoundError:
+        return 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_leaves_nothing(tmp_path, number):
     model = heads_model(tmp_path / "m", 1)
@@ -469,8 +477,7 @@ def test_signal_leaves_nothing(tmp_path, number):
     # The probe's file appears and goes at once; the one being written grows.
     end = time.monotonic() + 60
     while time.monotonic() < end and process.poll() is None:
-        sizes = [e.stat().st_size for e in os.scandir(folder) if e.name != "o"]
-        if sizes and sizes[0] > 1 << 20:
+        if written(folder) > 1 << 20:
             break
     process.send_signal(number)
     assert process.wait() == -number
