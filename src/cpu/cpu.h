@@ -24,4 +24,6 @@ void ctxkv__kernels_init(struct ctxkv__kernels *kernels, unsigned mask);
 void ctxkv__kernels_avx2(struct ctxkv__kernels *kernels);
 void ctxkv__kernels_avx512(struct ctxkv__kernels *kernels);
 
+ctxkv__projection_fn ctxkv__projection_avx2, ctxkv__projection_avx512;
+
 #endif
