@@ -56,7 +56,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
         raise RuntimeError(f"selftest needs numpy ({error}): pip install numpy") from None
     if not arguments.golden.is_dir():
         raise ValueError(f"--golden: {arguments.golden} is no folder")
-    return selftest.run(arguments.golden, arguments.verbose)
+    return selftest.run(arguments.golden, arguments.verbose, arguments.quick)
 
 
 def _plot(arguments: argparse.Namespace) -> int:
@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     test = commands.add_parser("selftest", help="compare this machine's bits with the H200's")
     test.add_argument("--golden", type=Path, required=True, help="folder of golden csv files")
     test.add_argument("--verbose", action="store_true", help="tell the checks that passed, too")
+    test.add_argument("--quick", action="store_true", help="without rsqrt's 2^24 results")
     test.set_defaults(run=_selftest)
     plot = commands.add_parser("plot", help="draw a benchmark's or a diagnosis's JSON")
     plot.add_argument("file", type=Path, help="JSON written by ctxkv bench or ctxkv diagnose")

@@ -122,8 +122,8 @@ class ContextNorms:
 
     hidden_weight: [8192], pre_weights: [num_layers, 8192], each BF16, FP32 or None (weightless).
     Gain centres are added to the weights in FP32; input_scale: the weight multiplies the input,
-    else the norm's output. constants: their `context_norm_constants`, if at hand. Made before a capture;
-    a call may be captured. Raises ValueError for arguments, RuntimeError for the machine.
+    else the norm's output. constants: their `context_norm_constants`, if at hand. Made before a
+    capture; a call may be captured. Raises ValueError for arguments, RuntimeError for the machine.
     """
 
     def __init__(
@@ -274,8 +274,8 @@ class ContextKvStore:
 
         k, v: BF16 [L, T, H, 64], unit last stride. positions: int64 [T]. slots: per layer int64
         [R], R <= T; negative: the row is not stored. cos_sin_cache: BF16 [max_position, 64], None
-        without rope. caches: per layer the K view [num_blocks, block_size, H, 64] of a BF16 cache whose V
-        follows K in the last dimension, of any strides.
+        without rope. caches: per layer the K view [num_blocks, block_size, H, 64] of a BF16 cache whose
+        V follows K in the last dimension, of any strides.
         """
         if (cos_sin_cache is not None) != self.rope:
             given = "None" if cos_sin_cache is None else "given"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The vLLM plugin's entry point (vllm.general_plugins): registers our draft classes, lazily.
 """`register` puts subclasses of vLLM's draft models in its registry, which run the context K/V
-chain by ctxkv where they can and by vLLM's own code where not. It never raises and imports neither torch
-nor any model; CTXKV_VLLM=0 turns it off."""
+chain by ctxkv where they can and by vLLM's own code where not. It never raises and imports
+neither torch nor any model; CTXKV_VLLM=0 turns it off."""
 
 from __future__ import annotations
 
