@@ -3,5 +3,7 @@
 #include "../cpu.h"
 
 void ctxkv__kernels_avx512(struct ctxkv__kernels *kernels) {
+    kernels->norms = ctxkv__norms_avx512;
     kernels->projection = ctxkv__projection_avx512;
+    kernels->store = ctxkv__store_avx512;
 }
