@@ -457,6 +457,35 @@ def test_qwen3(tmp_path, more):
     refused(*run_args(tmp_path / "d", context, tmp_path / "no"), words=["is_neox_style"])
 
 
+def test_qwen3_bias(tmp_path):
+    """K and V biases are cut out with the heads; a promised one that is missing is named."""
+    folder = tmp_path / "d"
+    ok("synth", folder, "--family", "qwen3", "--kv-heads", 2, "--layers", 2, "--rows", 6, "--hidden-size", 256)
+    context = folder / "context.safetensors"
+    ok(*run_args(folder, context, tmp_path / "plain"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    refused(*run_args(folder, context, tmp_path / "no"), words=["layers.0.self_attn.k_proj.bias"])
+    tensors = {
+        name: (dtype, np.frombuffer(data, np.uint16).reshape(shape))
+        for name, (dtype, shape, data) in read_file(folder / "model.safetensors").items()}
+    rng = np.random.default_rng(2)
+    for i in range(2):
+        for part in "kv":
+            bias = bf16(rng.standard_normal(256).astype(np.float32))
+            tensors[f"layers.{i}.self_attn.{part}_proj.bias"] = ("BF16", bias)
+    (folder / "model.safetensors").write_bytes(file_bytes(tensors))
+    ok(*run_args(folder, context, tmp_path / "all"))
+    assert "differ" in ok("verify", tmp_path / "plain", tmp_path / "all", code=1)
+    for rank in range(2):
+        ok(*run_args(folder, context, tmp_path / "o", "--tp-size", 2, "--tp-rank", rank))
+        for whole, mine in zip(caches(tmp_path / "all"), caches(tmp_path / "o")):
+            assert (mine == whole[:, rank:rank + 1]).all()
+    nested = {**config, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    refused(*run_args(folder, context, tmp_path / "no"), words=["rope_parameters"])
+
+
 # ---- atomic output, signals, the terminal ------------------------------------------------------------
 def written(folder):
     """Bytes of the unfinished file; 0 when there is none, or it goes while we look."""
