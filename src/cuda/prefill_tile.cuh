@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+// The prefill kernel for one tile shape: pipeline, producer warp, tensor-core chain, epilogue.
+//
+// A CTA computes tiles of 64*GROUPS rows x N columns of kv. One warp copies 64-column blocks of h and
+// W into a ring of stages; each of GROUPS warpgroups owns 64 rows, turns its rows of h into rows of
+// the layer's norm in registers, y = bf16((r*h)*g), and feeds them to wgmma as the A operand. Every
+// output is one chain of k16 steps in rising K (SPEC 3.3): nothing is split, so a row's bits do not
+// depend on T or on the tile shape. CTAs of a cluster of ROWS x COLS tiles share what they read: a
+// block of W goes to the ROWS tiles of a column, a block of h to the COLS tiles of a row.
+#ifndef CTXKV_CUDA_PREFILL_TILE_CUH
+#define CTXKV_CUDA_PREFILL_TILE_CUH
+
+#include "faults.cuh"
+#include "head_store.cuh"
+#include "hopper.cuh"
+#include "prefill_params.h"
+#include "wgmma.cuh"
+
+// What A is: rows of n as they lie, or made of h with the row's factor, or with the gain as well.
+enum prefill_input { INPUT_READY, INPUT_SCALED, INPUT_GAINED };
+
+template <int GROUPS_, int N_, int ROWS_, int COLS_, int STAGES_, prefill_input INPUT_>
+struct prefill_shape {
+    static const int GROUPS = GROUPS_, N = N_, ROWS = ROWS_, COLS = COLS_, STAGES = STAGES_;
+    static const prefill_input INPUT = INPUT_;
+    // Three warps copy. Where the consumers need more registers than an even share they are a whole
+    // warpgroup that gives its own away.
+    static const bool MOVE_REGISTERS = (GROUPS == 2 && N == 256) || GROUPS == 3;
+    static const int KEEP = GROUPS == 3 ? 56 : 40, TAKE = GROUPS == 3 ? 152 : 232;
+    static const int M = 64 * GROUPS, CTAS = ROWS * COLS;
+    static const int THREADS = 128 * GROUPS + (MOVE_REGISTERS ? 128 : 96);
+    static const int A_BYTES = M * 128, W_BYTES = N * 128;
+    static const int G_BYTES = INPUT == INPUT_GAINED ? 256 : 0;
+    static const int STAGE_BYTES = A_BYTES + W_BYTES;
+    static const int SMEM = 1024 + STAGES * (STAGE_BYTES + G_BYTES + 16);
+    // Every warp that reads a stage tells every CTA whose copies land in it.
+    static const int RELEASES = 4 * GROUPS * (ROWS + COLS - 1);
+};
+
+// The ring of stages: shared-memory addresses and the position in it.
+template <class S> struct prefill_ring {
+    u32 base, stage, parity;
+    __device__ __forceinline__ explicit prefill_ring(u32 smem)
+        : base((smem + 1023u) & ~1023u), stage(0), parity(0) {}
+    __device__ __forceinline__ u32 a() const { return base + stage * S::STAGE_BYTES; }
+    __device__ __forceinline__ u32 w() const { return a() + S::A_BYTES; }
+    __device__ __forceinline__ u32 gains() const {
+        return base + S::STAGES * S::STAGE_BYTES + stage * S::G_BYTES;
+    }
+    __device__ __forceinline__ u32 full() const {
+        return base + S::STAGES * (S::STAGE_BYTES + S::G_BYTES) + stage * 16;
+    }
+    __device__ __forceinline__ u32 empty() const { return full() + 8; }
+    __device__ __forceinline__ void next() {
+        if (++stage == S::STAGES) stage = 0, parity ^= 1u;
+    }
+};
+
+// Where a tile lies. Tiles are walked in groups of `group` cluster rows, rows first, so that the
+// CTAs at work together share both operands in the second-level cache.
+struct prefill_place {
+    int row_tile, column_tile; // of the whole cluster
+};
+template <class S>
+static __device__ __forceinline__ prefill_place
+prefill_locate(const ctxkv_prefill_params &p, int tile) {
+    const int columns = (p.column_tiles + S::COLS - 1) / S::COLS;
+    const int band = tile / (p.group * columns), in = tile % (p.group * columns);
+    const int first = band * p.group, height = min(p.row_tiles - first, p.group);
+    prefill_place place = {first + in % height, in / height};
+    return place;
+}
+
+// The tiles of a cluster, one after the other.
+#define PREFILL_TILES(S, p, tile)                                                                  \
+    for (int tile = (int)blockIdx.x / S::CTAS, tile##_count = prefill_tile_count<S>(p),            \
+             tile##_step = (int)gridDim.x / S::CTAS;                                               \
+         tile < tile##_count; tile += tile##_step)
+
+template <class S>
+static __device__ __forceinline__ int prefill_tile_count(const ctxkv_prefill_params &p) {
+    return (p.column_tiles + S::COLS - 1) / S::COLS * p.row_tiles;
+}
+
+// The column tile of this CTA; past the last one it repeats that and stores nothing.
+template <class S>
+static __device__ __forceinline__ int
+prefill_column(const ctxkv_prefill_params &p, const prefill_place &place, int rank) {
+    return place.column_tile * S::COLS + rank / S::ROWS;
+}
+
+// First copier: this CTA's share of the tile's N weight rows, to all tiles of its column. Weights
+// never change, so it does not wait for the kernels before this one.
+template <class S>
+static __device__ __forceinline__ void
+prefill_copy_weights(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
+    const int PART = S::N / S::ROWS, BOX = PART < 64 ? PART : 64, BOXES = PART / BOX;
+    const int r = rank % S::ROWS;
+    const u16 mask = (u16)(((1u << S::ROWS) - 1u) << (rank - r));
+    PREFILL_TILES(S, p, tile) {
+        const prefill_place place = prefill_locate<S>(p, tile);
+        const int column = min(prefill_column<S>(p, place, rank), p.column_tiles - 1);
+        const void *map[BOXES];
+        int row[BOXES];
+#pragma unroll
+        for (int i = 0; i < BOXES; i++) {
+            const int at = p.first_layer * 128 * p.heads + column * S::N + r * PART + i * BOX;
+            map[i] = (const void *)(p.w_maps + 128ull * (u32)(at / p.w_rows));
+            row[i] = at % p.w_rows;
+        }
+        for (int k = 0; k < p.k_blocks; k++, ring.next()) {
+            barrier_wait(ring.empty(), ring.parity ^ 1u);
+            barrier_expect(ring.full(), S::STAGE_BYTES + S::G_BYTES);
+#pragma unroll
+            for (int i = 0; i < BOXES; i++)
+                copy_box2<(S::ROWS > 1)>(
+                    ring.w() + (r * PART + i * BOX) * 128, map[i], k * 64, row[i], ring.full(),
+                    mask);
+        }
+    }
+}
+
+// Second copier: this CTA's share of the tile's rows, to all tiles of its row.
+template <class S>
+static __device__ __forceinline__ void
+prefill_copy_rows(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
+    const int PART = S::M / S::COLS, r = rank % S::ROWS, c = rank / S::ROWS;
+    u32 mask = 0;
+#pragma unroll
+    for (int i = 0; i < S::COLS; i++) mask |= 1u << (r + i * S::ROWS);
+    const int per_layer = 128 * p.heads / S::N;
+    launch_wait();
+    PREFILL_TILES(S, p, tile) {
+        const prefill_place place = prefill_locate<S>(p, tile);
+        const int row = (place.row_tile * S::ROWS + r) * S::M + c * PART;
+        const int column = min(prefill_column<S>(p, place, rank), p.column_tiles - 1);
+        const int layer = S::INPUT == INPUT_READY ? p.first_layer + column / per_layer : 0;
+        for (int k = 0; k < p.k_blocks; k++, ring.next()) {
+            barrier_wait(ring.empty(), ring.parity ^ 1u);
+            copy_box3<(S::COLS > 1)>(
+                ring.a() + c * PART * 128, &p.a, k * 64, row, layer, ring.full(), (u16)mask);
+        }
+    }
+}
+
+// Third copier: the layer's gains.
+template <class S>
+static __device__ __forceinline__ void
+prefill_copy_gains(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
+    if (S::INPUT != INPUT_GAINED) return;
+    const int per_layer = 128 * p.heads / S::N;
+    launch_wait();
+    PREFILL_TILES(S, p, tile) {
+        const prefill_place place = prefill_locate<S>(p, tile);
+        const int column = min(prefill_column<S>(p, place, rank), p.column_tiles - 1);
+        const float *gains = (const float *)p.gains +
+                             (i64)(p.first_layer + column / per_layer) * p.k_blocks * 64;
+        for (int k = 0; k < p.k_blocks; k++, ring.next(), gains += 64) {
+            barrier_wait(ring.empty(), ring.parity ^ 1u);
+            copy_bytes(ring.gains(), gains, S::G_BYTES, ring.full());
+        }
+    }
+}
+
+// What one k16 step of A is made of, for a warp's 16 rows: the fragment of h and the lane's gains.
+struct prefill_step {
+    u32 h[4];
+    float4 g;
+};
+
+// The copy engine has swizzled the block: 16-byte piece c of row r lies at piece c ^ (r & 7).
+template <class S>
+static __device__ __forceinline__ void
+prefill_load_step(prefill_step &s, const prefill_ring<S> &ring, u32 warp_row, int j) {
+    const u32 lane = threadIdx.x & 31;
+    const u32 first = (warp_row + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    load_matrix4(s.h, ring.a() + (first ^ (u32)(32 * j)));
+    if constexpr (S::INPUT == INPUT_GAINED)
+        s.g = load_smem16(ring.gains() + (lane & 3) * 16 + 64 * j);
+}
+
+// Words 0, 1: rows g, g + 8 of columns 2t, 2t + 1; words 2, 3: of columns 2t + 8, 2t + 9.
+template <class S>
+static __device__ __forceinline__ void
+prefill_make_step(u32 (&a)[4], const prefill_step &s, float r0, float r1) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float r = i & 1 ? r1 : r0;
+        float x = mul_rn(r, bf16_low(s.h[i])), y = mul_rn(r, bf16_high(s.h[i]));
+        if constexpr (S::INPUT == INPUT_GAINED) {
+            x = mul_rn(x, i < 2 ? s.g.x : s.g.z);
+            y = mul_rn(y, i < 2 ? s.g.y : s.g.w);
+        }
+        a[i] = bf16_pack(x, y);
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void prefill_release(const prefill_ring<S> &ring, int rank) {
+    const int lane = (int)threadIdx.x & 31, r = rank % S::ROWS;
+    __syncwarp();
+    if (S::CTAS == 1) {
+        if (lane == 0) barrier_arrive(ring.empty());
+    } else if (lane < S::ROWS) { // the CTAs of this column, this one among them
+        barrier_arrive_at(ring.empty(), (u32)(rank - r + lane));
+    } else if (lane < S::ROWS + S::COLS - 1) { // the others of this row
+        const int c = lane - S::ROWS, own = rank / S::ROWS;
+        barrier_arrive_at(ring.empty(), (u32)(r + (c < own ? c : c + 1) * S::ROWS));
+    }
+}
+
+// The chain of one tile with A as it lies. The wait leaves the newest block in flight and frees the
+// stage of the one before.
+template <class S>
+static __device__ __forceinline__ void
+prefill_chain_ready(
+    float (&acc)[S::N / 2], prefill_ring<S> &ring, int k_blocks, u32 warp_row, int rank) {
+    prefill_ring<S> done = ring;
+    for (int k = 0; k < k_blocks; k++, ring.next()) {
+        barrier_wait(ring.full(), ring.parity);
+        const u64 w = wgmma_tile(ring.w()), a = wgmma_tile(ring.a() + (warp_row & ~63u) * 128);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; j++) wgmma<S::N>::memory(acc, a + 2 * j, w + 2 * j);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0) prefill_release<S>(done, rank), done.next();
+    }
+    wgmma_wait<0>();
+    prefill_release<S>(done, rank);
+}
+
+// The chain of one tile with A made in registers. A warp that issues a tensor-core step is held until
+// the step before it has begun, so the work of making A is spread between the steps: behind step j,
+// step j + 2 is made of what was loaded behind step j - 1. Past the last block this makes, of
+// whatever the ring holds, steps that are never used.
+template <class S>
+static __device__ __forceinline__ void
+prefill_chain_made(
+    float (&acc)[S::N / 2], prefill_ring<S> &ring, int k_blocks, u32 warp_row, float r0, float r1,
+    int rank) {
+    u32 a[4][4];
+    prefill_step step[2];
+    prefill_ring<S> ahead = ring;
+    barrier_wait(ring.full(), ring.parity);
+    prefill_load_step<S>(step[0], ring, warp_row, 0);
+    prefill_load_step<S>(step[1], ring, warp_row, 1);
+    prefill_make_step<S>(a[0], step[0], r0, r1);
+    prefill_load_step<S>(step[0], ring, warp_row, 2);
+    prefill_make_step<S>(a[1], step[1], r0, r1);
+    prefill_ring<S> done = ring;
+    for (int k = 0; k < k_blocks; k++) {
+        const u64 w = wgmma_tile(ring.w());
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            wgmma_fence();
+            wgmma<S::N>::registers(acc, a[j], w + 2 * j);
+            wgmma_commit();
+            if (j == 1) {
+                ahead.next();
+                if (k + 1 < k_blocks) barrier_wait(ahead.full(), ahead.parity);
+            }
+            prefill_load_step<S>(step[(j + 1) & 1], ahead, warp_row, (j + 3) & 3);
+            wgmma_wait<2>();
+            if (j == 1 && k > 0) prefill_release<S>(done, rank), done.next();
+            prefill_make_step<S>(a[(j + 2) & 3], step[j & 1], r0, r1);
+        }
+        ring.next();
+    }
+    wgmma_wait<0>();
+    prefill_release<S>(done, rank);
+}
+
+// Where a lane's row goes in one layer.
+struct prefill_target {
+    u16 *k, *v;
+    bool store;
+};
+
+static __device__ __forceinline__ prefill_target
+prefill_row_target(const ctxkv_prefill_params &p, int layer, i64 row, bool report, i64 *position) {
+    prefill_target out = {0, 0, false};
+    *position = 0;
+    if (p.kv) {
+        out.k = (u16 *)p.kv + (i64)(p.first_layer + layer) * p.kv_layer + row * p.kv_row;
+        out.store = row < p.rows;
+        return out;
+    }
+    const ctxkv_prefill_layer &to = p.layer[layer];
+    if (row >= to.rows || row >= p.rows) return out;
+    const i64 slot = ((const i64 *)to.slots)[row];
+    if (slot < 0) return out;
+    unsigned kind = fault_kind(slot, to.slot_count, 0, -1);
+    i64 value = slot;
+    if (kind == CTXKV_FAULT_KIND_NONE && p.cos_sin) {
+        *position = value = ((const i64 *)p.positions)[row];
+        kind = fault_kind(slot, to.slot_count, value, p.max_position);
+    }
+    if (kind != CTXKV_FAULT_KIND_NONE) {
+        if (report)
+            fault_report((ctxkv_fault_record *)p.faults, p.first_layer + layer, row, kind, value);
+        *position = 0;
+        return out;
+    }
+    i64 block, at;
+    if (((u64)slot | (u64)to.block_size) >> 32 == 0) {
+        block = (u32)slot / (u32)to.block_size;
+        at = (u32)slot % (u32)to.block_size;
+    } else {
+        block = slot / to.block_size;
+        at = slot % to.block_size;
+    }
+    out.k = (u16 *)to.k + block * to.k_block + at * to.k_slot;
+    out.v = (u16 *)to.v + block * to.v_block + at * to.v_slot;
+    out.store = true;
+    return out;
+}
+
+// The lane's rows g and g + 8 of the warp's 16, one after the other, head by head.
+template <class S>
+static __device__ __forceinline__ void
+prefill_finish(const float (&acc)[S::N / 2], const ctxkv_prefill_params &p, i64 row, int column) {
+    const int t = (int)threadIdx.x & 3, per_layer = 2 * p.heads;
+    const int layer = column / (64 * per_layer), first = column / 64 - layer * per_layer;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        i64 position;
+        const prefill_target to =
+            prefill_row_target(p, layer, row + 8 * half, first == 0 && t == 0, &position);
+        const bool rope = p.cos_sin && !p.kv;
+        u32 cs[8];
+        if (rope) head_angles(cs, (const u16 *)p.cos_sin + position * 64, t);
+#pragma unroll
+        for (int h = 0; h < S::N / 64; h++) {
+            u32 w[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                w[j] = bf16_pack(acc[32 * h + 4 * j + 2 * half], acc[32 * h + 4 * j + 2 * half + 1]);
+            const int head = first + h;
+            u16 *out;
+            if (p.kv) {
+                out = to.k + 64 * head;
+            } else if (head < p.heads) {
+                head_norm(w, p.k_eps);
+                if (rope) head_rotate(w, cs);
+                out = to.k + head * p.layer[layer].k_head;
+            } else {
+                out = to.v + (head - p.heads) * p.layer[layer].v_head;
+            }
+            head_write(w, out, t, to.store, p.vector_store);
+        }
+    }
+}
+
+template <class S>
+static __device__ __forceinline__ void
+prefill_consume(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
+    const u32 warp_row = threadIdx.x / 32 * 16;
+    launch_wait();
+    PREFILL_TILES(S, p, tile) {
+        const prefill_place place = prefill_locate<S>(p, tile);
+        const i64 row = (i64)(place.row_tile * S::ROWS + rank % S::ROWS) * S::M + warp_row +
+                        (threadIdx.x & 31) / 4;
+        const int column = prefill_column<S>(p, place, rank);
+        float r0 = 0.0f, r1 = 0.0f;
+        if (S::INPUT != INPUT_READY) {
+            if (row < p.rows) r0 = ((const float *)p.row_scale)[row];
+            if (row + 8 < p.rows) r1 = ((const float *)p.row_scale)[row + 8];
+        }
+        float acc[S::N / 2];
+#pragma unroll
+        for (int i = 0; i < S::N / 2; i++) acc[i] = 0.0f;
+        if constexpr (S::INPUT == INPUT_READY)
+            prefill_chain_ready<S>(acc, ring, p.k_blocks, warp_row, rank);
+        else
+            prefill_chain_made<S>(acc, ring, p.k_blocks, warp_row, r0, r1, rank);
+        if (column < p.column_tiles) prefill_finish<S>(acc, p, row, column * S::N);
+    }
+}
+
+template <class S> static __device__ __forceinline__ void prefill(const ctxkv_prefill_params &p) {
+    extern __shared__ unsigned char smem[];
+    const prefill_ring<S> ring(smem_addr(smem));
+    const int rank = S::CTAS > 1 ? (int)cluster_rank() : 0;
+    if (threadIdx.x == 0) {
+        prefill_ring<S> each = ring;
+        for (int i = 0; i < S::STAGES; i++, each.next()) {
+            barrier_init(each.full(), 1);
+            barrier_init(each.empty(), S::RELEASES);
+        }
+        barrier_init_visible();
+    }
+    if (S::CTAS > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+    if (threadIdx.x >= 128 * S::GROUPS) {
+        if (S::MOVE_REGISTERS) registers_give<S::KEEP>();
+        const int warp = (int)threadIdx.x / 32 - 4 * S::GROUPS;
+        if ((threadIdx.x & 31) == 0) {
+            if (warp == 0) prefill_copy_weights<S>(p, ring, rank);
+            if (warp == 1) prefill_copy_rows<S>(p, ring, rank);
+            if (warp == 2) prefill_copy_gains<S>(p, ring, rank);
+        }
+        __syncwarp();
+        launch_next();
+    } else {
+        if (S::MOVE_REGISTERS) registers_take<S::TAKE>();
+        prefill_consume<S>(p, ring, rank);
+    }
+    // No CTA may leave while another can still write to its memory or count on its barriers.
+    if (S::CTAS > 1) cluster_sync();
+}
+
+#endif
