@@ -29,30 +29,43 @@ struct prefill_shape {
     static const int KEEP = GROUPS == 3 ? 56 : 40, TAKE = GROUPS == 3 ? 152 : 232;
     static const int M = 64 * GROUPS, CTAS = ROWS * COLS;
     static const int THREADS = 128 * GROUPS + (MOVE_REGISTERS ? 128 : 96);
-    static const int A_BYTES = M * 128, W_BYTES = N * 128;
-    static const int G_BYTES = INPUT == INPUT_GAINED ? 256 : 0;
-    static const int STAGE_BYTES = A_BYTES + W_BYTES;
-    static const int SMEM = 1024 + STAGES * (STAGE_BYTES + G_BYTES + 16);
+    // A stage: the block of rows, the block of weights, gains and the two barriers.
+    static const int W_AT = M * 128, G_AT = W_AT + N * 128, FULL_AT = G_AT + 256;
+    static const int EMPTY_AT = FULL_AT + 8, STRIDE = G_AT + 1024;
+    static const int BYTES = G_AT + (INPUT == INPUT_GAINED ? 256 : 0);
+    // Consumers unroll over a part of the ring, so that addresses within it are constants.
+    static const int PART = STAGES % 4 == 0 ? 4 : 2, PARTS = STAGES / PART;
+    static const int SMEM = 1024 + STAGES * STRIDE;
     // Every warp that reads a stage tells every CTA whose copies land in it.
     static const int RELEASES = 4 * GROUPS * (ROWS + COLS - 1);
+    static_assert(STAGES % PART == 0 && SMEM <= 232448, "the ring of a prefill tile shape");
 };
 
-// The ring of stages: shared-memory addresses and the position in it.
+// A place in the ring of stages that the copiers walk.
 template <class S> struct prefill_ring {
-    u32 base, stage, parity;
+    u32 base, at, parity;
+    int stage;
     __device__ __forceinline__ explicit prefill_ring(u32 smem)
-        : base((smem + 1023u) & ~1023u), stage(0), parity(0) {}
-    __device__ __forceinline__ u32 a() const { return base + stage * S::STAGE_BYTES; }
-    __device__ __forceinline__ u32 w() const { return a() + S::A_BYTES; }
-    __device__ __forceinline__ u32 gains() const {
-        return base + S::STAGES * S::STAGE_BYTES + stage * S::G_BYTES;
-    }
-    __device__ __forceinline__ u32 full() const {
-        return base + S::STAGES * (S::STAGE_BYTES + S::G_BYTES) + stage * 16;
-    }
-    __device__ __forceinline__ u32 empty() const { return full() + 8; }
+        : base((smem + 1023u) & ~1023u), at(base), parity(0), stage(0) {}
+    __device__ __forceinline__ u32 full() const { return at + S::FULL_AT; }
+    __device__ __forceinline__ u32 empty() const { return at + S::EMPTY_AT; }
     __device__ __forceinline__ void next() {
-        if (++stage == S::STAGES) stage = 0, parity ^= 1u;
+        at += S::STRIDE;
+        if (++stage == S::STAGES) stage = 0, at = base, parity ^= 1u;
+    }
+};
+
+// The part of the ring that the consumers are in, and the one after it.
+template <class S> struct prefill_part {
+    u32 base, parity;
+    int index;
+    __device__ __forceinline__ explicit prefill_part(u32 smem)
+        : base((smem + 1023u) & ~1023u), parity(0), index(0) {}
+    __device__ __forceinline__ u32 at() const { return base + index * (S::PART * S::STRIDE); }
+    __device__ __forceinline__ prefill_part next() const {
+        prefill_part n = *this;
+        if (++n.index == S::PARTS) n.index = 0, n.parity ^= 1u;
+        return n;
     }
 };
 
@@ -110,11 +123,11 @@ prefill_copy_weights(const ctxkv_prefill_params &p, prefill_ring<S> ring, int ra
         }
         for (int k = 0; k < p.k_blocks; k++, ring.next()) {
             barrier_wait(ring.empty(), ring.parity ^ 1u);
-            barrier_expect(ring.full(), S::STAGE_BYTES + S::G_BYTES);
+            barrier_expect(ring.full(), S::BYTES);
 #pragma unroll
             for (int i = 0; i < BOXES; i++)
                 copy_box2<(S::ROWS > 1)>(
-                    ring.w() + (r * PART + i * BOX) * 128, map[i], k * 64, row[i], ring.full(),
+                    ring.at + S::W_AT + (r * PART + i * BOX) * 128, map[i], k * 64, row[i], ring.full(),
                     mask);
         }
     }
@@ -138,7 +151,7 @@ prefill_copy_rows(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank)
         for (int k = 0; k < p.k_blocks; k++, ring.next()) {
             barrier_wait(ring.empty(), ring.parity ^ 1u);
             copy_box3<(S::COLS > 1)>(
-                ring.a() + c * PART * 128, &p.a, k * 64, row, layer, ring.full(), (u16)mask);
+                ring.at + c * PART * 128, &p.a, k * 64, row, layer, ring.full(), (u16)mask);
         }
     }
 }
@@ -157,7 +170,7 @@ prefill_copy_gains(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank
                              (i64)(p.first_layer + column / per_layer) * p.k_blocks * 64;
         for (int k = 0; k < p.k_blocks; k++, ring.next(), gains += 64) {
             barrier_wait(ring.empty(), ring.parity ^ 1u);
-            copy_bytes(ring.gains(), gains, S::G_BYTES, ring.full());
+            copy_bytes(ring.at + S::G_AT, gains, 256, ring.full());
         }
     }
 }
@@ -171,12 +184,10 @@ struct prefill_step {
 // The copy engine has swizzled the block: 16-byte piece c of row r lies at piece c ^ (r & 7).
 template <class S>
 static __device__ __forceinline__ void
-prefill_load_step(prefill_step &s, const prefill_ring<S> &ring, u32 warp_row, int j) {
-    const u32 lane = threadIdx.x & 31;
-    const u32 first = (warp_row + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-    load_matrix4(s.h, ring.a() + (first ^ (u32)(32 * j)));
+prefill_load_step(prefill_step &s, u32 stage, const u32 (&lane_at)[4], int j) {
+    load_matrix4(s.h, stage + lane_at[j]);
     if constexpr (S::INPUT == INPUT_GAINED)
-        s.g = load_smem16(ring.gains() + (lane & 3) * 16 + 64 * j);
+        s.g = load_smem16(stage + S::G_AT + (threadIdx.x & 3) * 16 + 64 * j);
 }
 
 // Words 0, 1: rows g, g + 8 of columns 2t, 2t + 1; words 2, 3: of columns 2t + 8, 2t + 9.
@@ -195,17 +206,17 @@ prefill_make_step(u32 (&a)[4], const prefill_step &s, float r0, float r1) {
     }
 }
 
-template <class S>
-static __device__ __forceinline__ void prefill_release(const prefill_ring<S> &ring, int rank) {
+template <class S> static __device__ __forceinline__ void prefill_release(u32 stage, int rank) {
     const int lane = (int)threadIdx.x & 31, r = rank % S::ROWS;
+    const u32 empty = stage + S::EMPTY_AT;
     __syncwarp();
     if (S::CTAS == 1) {
-        if (lane == 0) barrier_arrive(ring.empty());
+        if (lane == 0) barrier_arrive(empty);
     } else if (lane < S::ROWS) { // the CTAs of this column, this one among them
-        barrier_arrive_at(ring.empty(), (u32)(rank - r + lane));
+        barrier_arrive_at(empty, (u32)(rank - r + lane));
     } else if (lane < S::ROWS + S::COLS - 1) { // the others of this row
         const int c = lane - S::ROWS, own = rank / S::ROWS;
-        barrier_arrive_at(ring.empty(), (u32)(r + (c < own ? c : c + 1) * S::ROWS));
+        barrier_arrive_at(empty, (u32)(r + (c < own ? c : c + 1) * S::ROWS));
     }
 }
 
@@ -214,20 +225,30 @@ static __device__ __forceinline__ void prefill_release(const prefill_ring<S> &ri
 template <class S>
 static __device__ __forceinline__ void
 prefill_chain_ready(
-    float (&acc)[S::N / 2], prefill_ring<S> &ring, int k_blocks, u32 warp_row, int rank) {
-    prefill_ring<S> done = ring;
-    for (int k = 0; k < k_blocks; k++, ring.next()) {
-        barrier_wait(ring.full(), ring.parity);
-        const u64 w = wgmma_tile(ring.w()), a = wgmma_tile(ring.a() + (warp_row & ~63u) * 128);
-        wgmma_fence();
+    float (&acc)[S::N / 2], prefill_part<S> &part, int k_blocks, u32 warp_row, int rank) {
+    u32 last = 0;
+    for (int k = 0; k < k_blocks; k += S::PART, part = part.next()) {
+        const u32 at = part.at();
+        const u32 w = wgmma_tile(at + S::W_AT), a = wgmma_tile(at + (warp_row & ~63u) * 128);
 #pragma unroll
-        for (int j = 0; j < 4; j++) wgmma<S::N>::memory(acc, a + 2 * j, w + 2 * j);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (k > 0) prefill_release<S>(done, rank), done.next();
+        for (int s = 0; s < S::PART; s++) {
+            barrier_wait(at + s * S::STRIDE + S::FULL_AT, part.parity);
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                wgmma<S::N>::memory(
+                    acc, a + (s * S::STRIDE / 16 + 2 * j), w + (s * S::STRIDE / 16 + 2 * j));
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (s > 0)
+                prefill_release<S>(at + (s - 1) * S::STRIDE, rank);
+            else if (k > 0)
+                prefill_release<S>(last, rank);
+        }
+        last = at + (S::PART - 1) * S::STRIDE;
     }
     wgmma_wait<0>();
-    prefill_release<S>(done, rank);
+    prefill_release<S>(last, rank);
 }
 
 // The chain of one tile with A made in registers. A warp that issues a tensor-core step is held until
@@ -237,38 +258,48 @@ prefill_chain_ready(
 template <class S>
 static __device__ __forceinline__ void
 prefill_chain_made(
-    float (&acc)[S::N / 2], prefill_ring<S> &ring, int k_blocks, u32 warp_row, float r0, float r1,
+    float (&acc)[S::N / 2], prefill_part<S> &part, int k_blocks, u32 warp_row, float r0, float r1,
     int rank) {
-    u32 a[4][4];
-    prefill_step step[2];
-    prefill_ring<S> ahead = ring;
-    barrier_wait(ring.full(), ring.parity);
-    prefill_load_step<S>(step[0], ring, warp_row, 0);
-    prefill_load_step<S>(step[1], ring, warp_row, 1);
-    prefill_make_step<S>(a[0], step[0], r0, r1);
-    prefill_load_step<S>(step[0], ring, warp_row, 2);
-    prefill_make_step<S>(a[1], step[1], r0, r1);
-    prefill_ring<S> done = ring;
-    for (int k = 0; k < k_blocks; k++) {
-        const u64 w = wgmma_tile(ring.w());
+    u32 a[4][4], lane_at[4], last = 0;
+    const u32 lane = threadIdx.x & 31;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            wgmma_fence();
-            wgmma<S::N>::registers(acc, a[j], w + 2 * j);
-            wgmma_commit();
-            if (j == 1) {
-                ahead.next();
-                if (k + 1 < k_blocks) barrier_wait(ahead.full(), ahead.parity);
+    for (int j = 0; j < 4; j++)
+        lane_at[j] = (warp_row + (lane & 15)) * 128 + ((((lane >> 4) + 2 * j) ^ (lane & 7)) << 4);
+    prefill_step step[2];
+    barrier_wait(part.at() + S::FULL_AT, part.parity);
+    prefill_load_step<S>(step[0], part.at(), lane_at, 0);
+    prefill_load_step<S>(step[1], part.at(), lane_at, 1);
+    prefill_make_step<S>(a[0], step[0], r0, r1);
+    prefill_load_step<S>(step[0], part.at(), lane_at, 2);
+    prefill_make_step<S>(a[1], step[1], r0, r1);
+    for (int k = 0; k < k_blocks; k += S::PART) {
+        const prefill_part<S> after = part.next();
+        const u32 at = part.at(), then = after.at();
+        const u32 w = wgmma_tile(at + S::W_AT);
+#pragma unroll
+        for (int s = 0; s < S::PART; s++) {
+            const bool inside = s + 1 < S::PART;
+            const u32 now = at + s * S::STRIDE, ahead = inside ? now + S::STRIDE : then;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                wgmma_fence();
+                wgmma<S::N>::registers(acc, a[j], w + (s * S::STRIDE / 16 + 2 * j));
+                wgmma_commit();
+                if (j == 1 && (inside || k + S::PART < k_blocks))
+                    barrier_wait(ahead + S::FULL_AT, inside ? part.parity : after.parity);
+                prefill_load_step<S>(
+                    step[(j + 1) & 1], j == 0 ? now : ahead, lane_at, (j + 3) & 3);
+                wgmma_wait<2>();
+                if (j == 1 && s > 0) prefill_release<S>(now - S::STRIDE, rank);
+                if (j == 1 && s == 0 && k > 0) prefill_release<S>(last, rank);
+                prefill_make_step<S>(a[(j + 2) & 3], step[j & 1], r0, r1);
             }
-            prefill_load_step<S>(step[(j + 1) & 1], ahead, warp_row, (j + 3) & 3);
-            wgmma_wait<2>();
-            if (j == 1 && k > 0) prefill_release<S>(done, rank), done.next();
-            prefill_make_step<S>(a[(j + 2) & 3], step[j & 1], r0, r1);
         }
-        ring.next();
+        last = at + (S::PART - 1) * S::STRIDE;
+        part = after;
     }
     wgmma_wait<0>();
-    prefill_release<S>(done, rank);
+    prefill_release<S>(last, rank);
 }
 
 // Where a lane's row goes in one layer.
@@ -354,7 +385,7 @@ prefill_finish(const float (&acc)[S::N / 2], const ctxkv_prefill_params &p, i64 
 
 template <class S>
 static __device__ __forceinline__ void
-prefill_consume(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
+prefill_consume(const ctxkv_prefill_params &p, prefill_part<S> part, int rank) {
     const u32 warp_row = threadIdx.x / 32 * 16;
     launch_wait();
     PREFILL_TILES(S, p, tile) {
@@ -371,9 +402,9 @@ prefill_consume(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
 #pragma unroll
         for (int i = 0; i < S::N / 2; i++) acc[i] = 0.0f;
         if constexpr (S::INPUT == INPUT_READY)
-            prefill_chain_ready<S>(acc, ring, p.k_blocks, warp_row, rank);
+            prefill_chain_ready<S>(acc, part, p.k_blocks, warp_row, rank);
         else
-            prefill_chain_made<S>(acc, ring, p.k_blocks, warp_row, r0, r1, rank);
+            prefill_chain_made<S>(acc, part, p.k_blocks, warp_row, r0, r1, rank);
         if (column < p.column_tiles) prefill_finish<S>(acc, p, row, column * S::N);
     }
 }
@@ -406,7 +437,7 @@ template <class S> static __device__ __forceinline__ void prefill(const ctxkv_pr
         launch_next();
     } else {
         if (S::MOVE_REGISTERS) registers_take<S::TAKE>();
-        prefill_consume<S>(p, ring, rank);
+        prefill_consume<S>(p, prefill_part<S>(smem_addr(smem)), rank);
     }
     // No CTA may leave while another can still write to its memory or count on its barriers.
     if (S::CTAS > 1) cluster_sync();

@@ -17,21 +17,24 @@ template <int LEFT> static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Descriptor of a K-major tile of 128-byte rows in the 128-byte swizzle, 1024-byte aligned; the next
-// k16 step is 32 bytes further, 2 in the descriptor's units.
-static __device__ __forceinline__ unsigned long long wgmma_tile(unsigned smem) {
-    return (unsigned long long)((smem & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// Low half of the descriptor of a K-major tile of 128-byte rows in the 128-byte swizzle, 1024-byte
+// aligned; the high half is a constant. The next k16 step is 32 bytes further: 2 in its units. The
+// shuffle tells the compiler that the value is the warp's, which keeps it in uniform registers.
+#define WGMMA_TILE_HIGH "0x40000040"
+static __device__ __forceinline__ unsigned wgmma_tile(unsigned smem) {
+    return __shfl_sync(0xffffffffu, (smem & 0x3ffffu) >> 4 | 0x10000u, 0);
 }
 
 template <> struct wgmma<64> {
     // A: the fragment of mma.m16n8k16 of each warp's 16 rows.
     static __device__ __forceinline__ void
-    registers(float (&d)[32], const unsigned *a, unsigned long long b) {
+    registers(float (&d)[32], const unsigned *a, unsigned b) {
         asm volatile(
+            "{\n.reg .b64 b;\nmov.b64 b, {%36, " WGMMA_TILE_HIGH "};\n"
             "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
-            "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+            "}, {%32, %33, %34, %35}, b, 1, 1, 1, 0;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
@@ -39,15 +42,17 @@ template <> struct wgmma<64> {
               "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
               "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
               "+f"(d[30]), "+f"(d[31])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
     }
     static __device__ __forceinline__ void
-    memory(float (&d)[32], unsigned long long a, unsigned long long b) {
+    memory(float (&d)[32], unsigned a, unsigned b) {
         asm volatile(
+            "{\n.reg .b64 a, b;\nmov.b64 a, {%32, " WGMMA_TILE_HIGH "};\n"
+            "mov.b64 b, {%33, " WGMMA_TILE_HIGH "};\n"
             "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
-            "}, %32, %33, 1, 1, 1, 0, 0;"
+            "}, a, b, 1, 1, 1, 0, 0;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
@@ -55,21 +60,22 @@ template <> struct wgmma<64> {
               "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
               "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
               "+f"(d[30]), "+f"(d[31])
-            : "l"(a), "l"(b));
+            : "r"(a), "r"(b));
     }
 };
 
 template <> struct wgmma<128> {
     // A: the fragment of mma.m16n8k16 of each warp's 16 rows.
     static __device__ __forceinline__ void
-    registers(float (&d)[64], const unsigned *a, unsigned long long b) {
+    registers(float (&d)[64], const unsigned *a, unsigned b) {
         asm volatile(
+            "{\n.reg .b64 b;\nmov.b64 b, {%68, " WGMMA_TILE_HIGH "};\n"
             "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
             "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "
-            "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+            "}, {%64, %65, %66, %67}, b, 1, 1, 1, 0;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
@@ -83,17 +89,19 @@ template <> struct wgmma<128> {
               "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
               "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
               "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
     }
     static __device__ __forceinline__ void
-    memory(float (&d)[64], unsigned long long a, unsigned long long b) {
+    memory(float (&d)[64], unsigned a, unsigned b) {
         asm volatile(
+            "{\n.reg .b64 a, b;\nmov.b64 a, {%64, " WGMMA_TILE_HIGH "};\n"
+            "mov.b64 b, {%65, " WGMMA_TILE_HIGH "};\n"
             "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
             "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "
-            "}, %64, %65, 1, 1, 1, 0, 0;"
+            "}, a, b, 1, 1, 1, 0, 0;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
@@ -107,15 +115,16 @@ template <> struct wgmma<128> {
               "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),
               "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
               "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-            : "l"(a), "l"(b));
+            : "r"(a), "r"(b));
     }
 };
 
 template <> struct wgmma<256> {
     // A: the fragment of mma.m16n8k16 of each warp's 16 rows.
     static __device__ __forceinline__ void
-    registers(float (&d)[128], const unsigned *a, unsigned long long b) {
+    registers(float (&d)[128], const unsigned *a, unsigned b) {
         asm volatile(
+            "{\n.reg .b64 b;\nmov.b64 b, {%132, " WGMMA_TILE_HIGH "};\n"
             "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -125,7 +134,7 @@ template <> struct wgmma<256> {
             "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
             "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
             "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127 "
-            "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+            "}, {%128, %129, %130, %131}, b, 1, 1, 1, 0;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
@@ -152,11 +161,13 @@ template <> struct wgmma<256> {
               "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
               "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]),
               "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
     }
     static __device__ __forceinline__ void
-    memory(float (&d)[128], unsigned long long a, unsigned long long b) {
+    memory(float (&d)[128], unsigned a, unsigned b) {
         asm volatile(
+            "{\n.reg .b64 a, b;\nmov.b64 a, {%128, " WGMMA_TILE_HIGH "};\n"
+            "mov.b64 b, {%129, " WGMMA_TILE_HIGH "};\n"
             "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
             "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -166,7 +177,7 @@ template <> struct wgmma<256> {
             "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
             "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
             "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127 "
-            "}, %128, %129, 1, 1, 1, 0, 0;"
+            "}, a, b, 1, 1, 1, 0, 0;\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]),
               "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
               "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
@@ -193,7 +204,7 @@ template <> struct wgmma<256> {
               "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
               "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]),
               "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-            : "l"(a), "l"(b));
+            : "r"(a), "r"(b));
     }
 };
 
