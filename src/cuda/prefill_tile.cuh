@@ -34,7 +34,7 @@ struct prefill_shape {
     static const int EMPTY_AT = FULL_AT + 8, STRIDE = G_AT + 1024;
     static const int BYTES = G_AT + (INPUT == INPUT_GAINED ? 256 : 0);
     // Consumers unroll over a part of the ring, so that addresses within it are constants.
-    static const int PART = STAGES % 4 == 0 ? 4 : 2, PARTS = STAGES / PART;
+    static const int PART = STAGES % 4 == 0 ? 4 : STAGES % 2 == 0 ? 2 : 1, PARTS = STAGES / PART;
     static const int SMEM = 1024 + STAGES * STRIDE;
     // Every warp that reads a stage tells every CTA whose copies land in it.
     static const int RELEASES = 4 * GROUPS * (ROWS + COLS - 1);
@@ -118,7 +118,7 @@ prefill_copy_weights(const ctxkv_prefill_params &p, prefill_ring<S> ring, int ra
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
             const int at = p.first_layer * 128 * p.heads + column * S::N + r * PART + i * BOX;
-            map[i] = (const void *)(p.w_maps + 128ull * (u32)(at / p.w_rows));
+            map[i] = p.w_maps + at / p.w_rows;
             row[i] = at % p.w_rows;
         }
         for (int k = 0; k < p.k_blocks; k++, ring.next()) {
@@ -166,8 +166,7 @@ prefill_copy_gains(const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank
     PREFILL_TILES(S, p, tile) {
         const prefill_place place = prefill_locate<S>(p, tile);
         const int column = min(prefill_column<S>(p, place, rank), p.column_tiles - 1);
-        const float *gains = (const float *)p.gains +
-                             (i64)(p.first_layer + column / per_layer) * p.k_blocks * 64;
+        const float *gains = p.gains + (i64)(p.first_layer + column / per_layer) * p.k_blocks * 64;
         for (int k = 0; k < p.k_blocks; k++, ring.next(), gains += 64) {
             barrier_wait(ring.empty(), ring.parity ^ 1u);
             copy_bytes(ring.at + S::G_AT, gains, 256, ring.full());
@@ -226,13 +225,15 @@ template <class S>
 static __device__ __forceinline__ void
 prefill_chain_ready(
     float (&acc)[S::N / 2], prefill_part<S> &part, int k_blocks, u32 warp_row, int rank) {
-    u32 last = 0;
-    for (int k = 0; k < k_blocks; k += S::PART, part = part.next()) {
-        const u32 at = part.at();
-        const u32 w = wgmma_tile(at + S::W_AT), a = wgmma_tile(at + (warp_row & ~63u) * 128);
+    const u32 rows = (warp_row & ~63u) * 128;
+    u32 last = 0, w = wgmma_tile(part.at() + S::W_AT), a = wgmma_tile(part.at() + rows);
+    for (int k = 0; k < k_blocks; k += S::PART) {
+        const u32 at = part.at(), parity = part.parity;
+        part = part.next();
+        const u32 w_then = wgmma_tile(part.at() + S::W_AT), a_then = wgmma_tile(part.at() + rows);
 #pragma unroll
         for (int s = 0; s < S::PART; s++) {
-            barrier_wait(at + s * S::STRIDE + S::FULL_AT, part.parity);
+            barrier_wait(at + s * S::STRIDE + S::FULL_AT, parity);
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; j++)
@@ -246,6 +247,7 @@ prefill_chain_ready(
                 prefill_release<S>(last, rank);
         }
         last = at + (S::PART - 1) * S::STRIDE;
+        w = w_then, a = a_then;
     }
     wgmma_wait<0>();
     prefill_release<S>(last, rank);
@@ -272,10 +274,10 @@ prefill_chain_made(
     prefill_make_step<S>(a[0], step[0], r0, r1);
     prefill_load_step<S>(step[0], part.at(), lane_at, 2);
     prefill_make_step<S>(a[1], step[1], r0, r1);
+    u32 w = wgmma_tile(part.at() + S::W_AT);
     for (int k = 0; k < k_blocks; k += S::PART) {
         const prefill_part<S> after = part.next();
-        const u32 at = part.at(), then = after.at();
-        const u32 w = wgmma_tile(at + S::W_AT);
+        const u32 at = part.at(), then = after.at(), w_then = wgmma_tile(then + S::W_AT);
 #pragma unroll
         for (int s = 0; s < S::PART; s++) {
             const bool inside = s + 1 < S::PART;
@@ -296,43 +298,60 @@ prefill_chain_made(
             }
         }
         last = at + (S::PART - 1) * S::STRIDE;
-        part = after;
+        part = after, w = w_then;
     }
     wgmma_wait<0>();
     prefill_release<S>(last, rank);
 }
 
-// Where a lane's row goes in one layer.
-struct prefill_target {
-    u16 *k, *v;
+// A lane's row in one layer. The slot is asked for before the chain and first looked at behind it.
+static __device__ __forceinline__ i64
+prefill_slot(const ctxkv_prefill_params &p, int layer, i64 row) {
+    if (p.flags & CTXKV_PREFILL_KV) return row < p.rows ? 0 : -1;
+    const ctxkv_prefill_layer &to = p.layer[layer];
+    return row < to.rows && row < p.rows ? to.slots[row] : -1;
+}
+
+struct prefill_goal {
+    i64 slot;
+    u32 position; // below 2^32 because the table fits in memory
     bool store;
 };
+static __device__ __forceinline__ prefill_goal
+prefill_look(const ctxkv_prefill_params &p, int layer, i64 row, i64 slot, bool report) {
+    prefill_goal out = {slot, 0, slot >= 0};
+    if (!out.store || p.flags & CTXKV_PREFILL_KV) return out;
+    i64 value = slot;
+    const i64 slot_count = p.layer[layer].slot_count;
+    unsigned kind = fault_kind(slot, slot_count, 0, -1);
+    if (kind == CTXKV_FAULT_KIND_NONE && p.cos_sin) {
+        value = p.positions[row];
+        kind = fault_kind(slot, slot_count, value, p.max_position);
+        out.position = (u32)value;
+    }
+    out.store = kind == CTXKV_FAULT_KIND_NONE;
+    if (!out.store && report) fault_report(p.faults, p.first_layer + layer, row, kind, value);
+    return out;
+}
 
-static __device__ __forceinline__ prefill_target
-prefill_row_target(const ctxkv_prefill_params &p, int layer, i64 row, bool report, i64 *position) {
-    prefill_target out = {0, 0, false};
-    *position = 0;
-    if (p.kv) {
-        out.k = (u16 *)p.kv + (i64)(p.first_layer + layer) * p.kv_layer + row * p.kv_row;
-        out.store = row < p.rows;
-        return out;
+static __device__ __forceinline__ void
+prefill_angles(
+    u32 (&cs)[2][8], const ctxkv_prefill_params &p, const prefill_goal (&goal)[2], int t) {
+    if (!p.cos_sin || p.flags & CTXKV_PREFILL_KV) return;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        if (goal[i].store)
+            head_angles(cs[i], (const u16 *)p.cos_sin + goal[i].position * 64ull, t);
+}
+
+static __device__ __forceinline__ void
+prefill_target(u16 *&k, u16 *&v, const ctxkv_prefill_params &p, int layer, i64 row, i64 slot) {
+    if (p.flags & CTXKV_PREFILL_KV) {
+        k = (u16 *)p.kv + (p.first_layer + layer) * p.kv_layer + row * p.kv_row;
+        v = k + 64 * p.heads;
+        return;
     }
     const ctxkv_prefill_layer &to = p.layer[layer];
-    if (row >= to.rows || row >= p.rows) return out;
-    const i64 slot = ((const i64 *)to.slots)[row];
-    if (slot < 0) return out;
-    unsigned kind = fault_kind(slot, to.slot_count, 0, -1);
-    i64 value = slot;
-    if (kind == CTXKV_FAULT_KIND_NONE && p.cos_sin) {
-        *position = value = ((const i64 *)p.positions)[row];
-        kind = fault_kind(slot, to.slot_count, value, p.max_position);
-    }
-    if (kind != CTXKV_FAULT_KIND_NONE) {
-        if (report)
-            fault_report((ctxkv_fault_record *)p.faults, p.first_layer + layer, row, kind, value);
-        *position = 0;
-        return out;
-    }
     i64 block, at;
     if (((u64)slot | (u64)to.block_size) >> 32 == 0) {
         block = (u32)slot / (u32)to.block_size;
@@ -341,44 +360,40 @@ prefill_row_target(const ctxkv_prefill_params &p, int layer, i64 row, bool repor
         block = slot / to.block_size;
         at = slot % to.block_size;
     }
-    out.k = (u16 *)to.k + block * to.k_block + at * to.k_slot;
-    out.v = (u16 *)to.v + block * to.v_block + at * to.v_slot;
-    out.store = true;
-    return out;
+    k = (u16 *)to.k + block * to.k_block + at * to.k_page;
+    v = (u16 *)to.v + block * to.v_block + at * to.v_page;
 }
 
 // The lane's rows g and g + 8 of the warp's 16, one after the other, head by head.
 template <class S>
 static __device__ __forceinline__ void
-prefill_finish(const float (&acc)[S::N / 2], const ctxkv_prefill_params &p, i64 row, int column) {
-    const int t = (int)threadIdx.x & 3, per_layer = 2 * p.heads;
-    const int layer = column / (64 * per_layer), first = column / 64 - layer * per_layer;
+prefill_finish(const float (&acc)[S::N / 2], const ctxkv_prefill_params &p, i64 row, int layer,
+               int first_head, const prefill_goal (&goal)[2], const u32 (&cs)[2][8]) {
+    const int t = (int)threadIdx.x & 3;
+    const bool plain = p.flags & CTXKV_PREFILL_KV, vector = !(p.flags & CTXKV_PREFILL_BY2);
+    const i64 k_head = plain ? 64 : p.layer[layer].k_head;
+    const i64 v_head = plain ? 64 : p.layer[layer].v_head;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        i64 position;
-        const prefill_target to =
-            prefill_row_target(p, layer, row + 8 * half, first == 0 && t == 0, &position);
-        const bool rope = p.cos_sin && !p.kv;
-        u32 cs[8];
-        if (rope) head_angles(cs, (const u16 *)p.cos_sin + position * 64, t);
+        u16 *k, *v;
+        prefill_target(k, v, p, layer, row + 8 * half, goal[half].slot);
 #pragma unroll
         for (int h = 0; h < S::N / 64; h++) {
             u32 w[8];
 #pragma unroll
             for (int j = 0; j < 8; j++)
-                w[j] = bf16_pack(acc[32 * h + 4 * j + 2 * half], acc[32 * h + 4 * j + 2 * half + 1]);
-            const int head = first + h;
-            u16 *out;
-            if (p.kv) {
-                out = to.k + 64 * head;
-            } else if (head < p.heads) {
-                head_norm(w, p.k_eps);
-                if (rope) head_rotate(w, cs);
-                out = to.k + head * p.layer[layer].k_head;
-            } else {
-                out = to.v + (head - p.heads) * p.layer[layer].v_head;
+                w[j] = bf16_pack(
+                    acc[32 * h + 4 * j + 2 * half], acc[32 * h + 4 * j + 2 * half + 1]);
+            const int head = first_head + h;
+            u16 *out = v + (head - p.heads) * v_head;
+            if (head < p.heads) {
+                out = k + head * k_head;
+                if (!plain) {
+                    head_norm(w, p.k_eps);
+                    if (p.cos_sin) head_rotate(w, cs[half]);
+                }
             }
-            head_write(w, out, t, to.store, p.vector_store);
+            head_write(w, out, t, goal[half].store, vector);
         }
     }
 }
@@ -387,17 +402,21 @@ template <class S>
 static __device__ __forceinline__ void
 prefill_consume(const ctxkv_prefill_params &p, prefill_part<S> part, int rank) {
     const u32 warp_row = threadIdx.x / 32 * 16;
+    const int t = (int)threadIdx.x & 3;
     launch_wait();
     PREFILL_TILES(S, p, tile) {
         const prefill_place place = prefill_locate<S>(p, tile);
         const i64 row = (i64)(place.row_tile * S::ROWS + rank % S::ROWS) * S::M + warp_row +
                         (threadIdx.x & 31) / 4;
         const int column = prefill_column<S>(p, place, rank);
+        const int heads = min(column, p.column_tiles - 1) * (S::N / 64);
+        const int layer = heads / (2 * p.heads), first_head = heads - layer * 2 * p.heads;
         float r0 = 0.0f, r1 = 0.0f;
-        if (S::INPUT != INPUT_READY) {
-            if (row < p.rows) r0 = ((const float *)p.row_scale)[row];
-            if (row + 8 < p.rows) r1 = ((const float *)p.row_scale)[row + 8];
+        if constexpr (S::INPUT != INPUT_READY) {
+            if (row < p.rows) r0 = p.row_scale[row];
+            if (row + 8 < p.rows) r1 = p.row_scale[row + 8];
         }
+        const i64 slot[2] = {prefill_slot(p, layer, row), prefill_slot(p, layer, row + 8)};
         float acc[S::N / 2];
 #pragma unroll
         for (int i = 0; i < S::N / 2; i++) acc[i] = 0.0f;
@@ -405,7 +424,14 @@ prefill_consume(const ctxkv_prefill_params &p, prefill_part<S> part, int rank) {
             prefill_chain_ready<S>(acc, part, p.k_blocks, warp_row, rank);
         else
             prefill_chain_made<S>(acc, part, p.k_blocks, warp_row, r0, r1, rank);
-        if (column < p.column_tiles) prefill_finish<S>(acc, p, row, column * S::N);
+        if (column >= p.column_tiles) continue;
+        const bool report = first_head == 0 && t == 0;
+        const prefill_goal goal[2] = {
+            prefill_look(p, layer, row, slot[0], report),
+            prefill_look(p, layer, row + 8, slot[1], report)};
+        u32 cs[2][8];
+        prefill_angles(cs, p, goal, t);
+        prefill_finish<S>(acc, p, row, layer, first_head, goal, cs);
     }
 }
 
@@ -429,6 +455,7 @@ template <class S> static __device__ __forceinline__ void prefill(const ctxkv_pr
         if (S::MOVE_REGISTERS) registers_give<S::KEEP>();
         const int warp = (int)threadIdx.x / 32 - 4 * S::GROUPS;
         if ((threadIdx.x & 31) == 0) {
+            prefetch_map(warp == 0 ? p.w_maps : &p.a);
             if (warp == 0) prefill_copy_weights<S>(p, ring, rank);
             if (warp == 1) prefill_copy_rows<S>(p, ring, rank);
             if (warp == 2) prefill_copy_gains<S>(p, ring, rank);
