@@ -239,9 +239,10 @@ typedef struct ctxkv_chain ctxkv_chain;
 
 typedef struct ctxkv_chain_desc {
     size_t size;
-    ctxkv_norms_desc norms;
-    ctxkv_projection_desc projection;
-    ctxkv_store_desc store;
+    // By address, so that each may grow on its own; read by create only.
+    const ctxkv_norms_desc *norms;
+    const ctxkv_projection_desc *projection;
+    const ctxkv_store_desc *store;
     int64_t max_rows; // T of a run is at most this; sizes the workspace
 } ctxkv_chain_desc;
 

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// Versioned descriptors and small argument checks shared by the plans.
+#ifndef CTXKV_API_DESC_H
+#define CTXKV_API_DESC_H
+
+#include "../chain/plan.h"
+
+// Copies a caller's descriptor of any version into ours; first_size: its size in the first version.
+ctxkv_status ctxkv__desc(
+    void *to, size_t size, size_t first_size, const void *from, const char *name);
+ctxkv_status ctxkv__range(const char *name, int64_t value, int64_t least, int64_t most);
+ctxkv_status ctxkv__eps(const char *name, float eps);
+ctxkv_status ctxkv__not_null(const void *pointer, const char *name);
+ctxkv_status ctxkv__no_memory(const char *what);
+
+// Shared by store and chain runs: fills L slots from 1 or L addresses and lengths.
+ctxkv_status ctxkv__fill_slots(
+    struct ctxkv__slots *slots, int64_t layers, const int64_t *const *addresses,
+    const int64_t *rows, int64_t count, int64_t most_rows);
+// The same from tensors; addresses and rows are scratch of slot_count entries.
+ctxkv_status ctxkv__slot_tensors(
+    const ctxkv_device *device, const DLTensor *const *slots, int64_t slot_count, int64_t layers,
+    const int64_t **addresses, int64_t *rows);
+ctxkv_status ctxkv__positions(
+    const ctxkv_device *device, const DLTensor *positions, bool needed, int64_t rows,
+    const int64_t **address);
+
+#define CTXKV__MAX_LAYERS 65535
+
+#endif

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// ctxkv_store: checks of the descriptor, of caches and of a run's tensors.
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../chain/cuda_backend.h"
+#include "desc.h"
+
+void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
+    *desc = (ctxkv_store_desc){.size = sizeof *desc, .head_dim = 64, .k_eps = 1e-5f};
+}
+
+static ctxkv_status check_rope(const ctxkv_store_desc *d) {
+    ctxkv_status status = ctxkv__range("rope", (int64_t)d->rope, CTXKV_ROPE_NONE, CTXKV_ROPE_NEOX);
+    if (status) return status;
+    if (d->rope == CTXKV_ROPE_NONE) {
+        if (!d->cos_sin) return CTXKV_OK;
+        return ctxkv__fail(
+            CTXKV_INVALID_ARGUMENT, "cos_sin is given, must be NULL when rope is NONE");
+    }
+    if (d->rotary_dim < 2 || d->rotary_dim > d->head_dim || d->rotary_dim % 2)
+        return ctxkv__fail(
+            CTXKV_INVALID_ARGUMENT,
+            "rotary_dim is %" PRId64 ", must be even and in 2..head_dim (%" PRId64 ")",
+            d->rotary_dim, d->head_dim);
+    return CTXKV_OK;
+}
+
+static ctxkv_status check_desc(const ctxkv_device *device, const ctxkv_store_desc *d) {
+    ctxkv_status status = ctxkv__range("num_layers", d->num_layers, 1, CTXKV__MAX_LAYERS);
+    if (!status) status = ctxkv__range("num_kv_heads", d->num_kv_heads, 1, 65535);
+    int64_t n = d->head_dim;
+    if (!status && n != 64 && n != 128 && n != 256 && n != 512)
+        status = ctxkv__fail(
+            CTXKV_INVALID_ARGUMENT, "head_dim is %" PRId64 ", must be 64, 128, 256 or 512", n);
+    if (!status)
+        status =
+            ctxkv__range("k_norm", (int64_t)d->k_norm, CTXKV_K_NORM_PLAIN, CTXKV_K_NORM_ABSENT);
+    if (!status && d->k_norm == CTXKV_K_NORM_PLAIN && n != 64)
+        status = ctxkv__fail(
+            CTXKV_UNSUPPORTED, "head_dim is %" PRId64 ", must be 64 for k_norm PLAIN", n);
+    if (!status && (d->k_norm == CTXKV_K_NORM_RMS) != (d->k_norm_weight != 0))
+        status = ctxkv__fail(
+            CTXKV_INVALID_ARGUMENT, "k_norm_weight is %s, must be given exactly when k_norm is RMS",
+            d->k_norm_weight ? "given" : "NULL");
+    if (!status) status = ctxkv__eps("k_eps", d->k_eps);
+    if (!status) status = check_rope(d);
+    if (!status && d->checked && device->cuda)
+        status = ctxkv__fail(
+            CTXKV_UNSUPPORTED, "checked is 1, must be 0 on a CUDA device (it would have to wait)");
+    return status;
+}
+
+static ctxkv_status store_views(struct ctxkv_store *plan, const ctxkv_store_desc *d) {
+    ctxkv_status status = CTXKV_OK;
+    if (d->rope != CTXKV_ROPE_NONE) {
+        struct ctxkv__want want = {plan->device, CTXKV__BF16, 2, {CTXKV__ANY, d->rotary_dim},
+                                   true,         false};
+        status = ctxkv__tensor(d->cos_sin, "cos_sin", &want, &plan->cos_sin);
+        if (!status && plan->cos_sin.shape[0] > 1 && plan->cos_sin.stride[0] != d->rotary_dim)
+            status = ctxkv__fail(
+                CTXKV_INVALID_ARGUMENT,
+                "cos_sin has row stride %" PRId64 ", must be contiguous (%" PRId64 ")",
+                plan->cos_sin.stride[0], d->rotary_dim);
+    }
+    if (!status && d->k_norm_weight) {
+        struct ctxkv__want want = {
+            plan->device, CTXKV__BF16 | CTXKV__FP32, 2, {d->num_layers, d->head_dim}, true, false};
+        status = ctxkv__tensor(d->k_norm_weight, "k_norm_weight", &want, &plan->k_weight);
+    }
+    return status;
+}
+
+static ctxkv_status cpu_plan(struct ctxkv_store *plan) {
+    const ctxkv_store_desc *d = &plan->desc;
+    plan->worker_faults =
+        calloc((size_t)ctxkv__pool_threads(plan->device->pool), sizeof *plan->worker_faults);
+    if (!plan->worker_faults) return ctxkv__no_memory("the fault records");
+    if (plan->k_weight.data) {
+        bool fp32 = plan->k_weight.type == CTXKV__FP32;
+        plan->k_gain = malloc((size_t)(d->num_layers * d->head_dim) * sizeof(float));
+        if (!plan->k_gain) return ctxkv__no_memory("the K norm's gains");
+        for (int64_t l = 0; l < d->num_layers; l++)
+            ctxkv__gains(
+                plan->k_weight.data + l * plan->k_weight.stride[0] * (fp32 ? 4 : 2), fp32,
+                d->head_dim, 0.0f, plan->k_gain + l * d->head_dim);
+    }
+    plan->args.k_gain = plan->k_gain;
+    return CTXKV_OK;
+}
+
+ctxkv_status ctxkv_store_create(
+    ctxkv_device *device, const ctxkv_store_desc *desc, ctxkv_store **store) {
+    ctxkv_status status = ctxkv__not_null(store, "store");
+    if (!status) *store = 0;
+    if (!status) status = ctxkv__not_null(device, "device");
+    ctxkv_store_desc d;
+    if (!status) status = ctxkv__desc(&d, sizeof d, sizeof d, desc, "desc");
+    if (!status && d.rotary_dim == 0) d.rotary_dim = d.head_dim;
+    if (!status) status = check_desc(device, &d);
+    if (status) return status;
+    struct ctxkv_store *plan = calloc(1, sizeof *plan);
+    if (!plan) return ctxkv__no_memory("the store plan");
+    plan->device = device;
+    ctxkv__device_retain(device);
+    pthread_mutex_init(&plan->lock, 0);
+    pthread_mutex_init(&plan->run_lock, 0);
+    status = store_views(plan, &d);
+    d.k_norm_weight = 0;
+    d.cos_sin = 0;
+    plan->desc = d;
+    plan->args = (struct ctxkv__store_args){
+        .num_layers = d.num_layers,
+        .num_heads = d.num_kv_heads,
+        .head_dim = d.head_dim,
+        .k_norm = (enum ctxkv__k_norm_kind)d.k_norm,
+        .k_eps = d.k_eps,
+        .rope = (enum ctxkv__rope_kind)d.rope,
+        .rotary_dim = d.rotary_dim,
+        .cos_sin = plan->cos_sin.data,
+        .max_position = d.rope == CTXKV_ROPE_NONE || status ? 0 : plan->cos_sin.shape[0],
+    };
+    plan->caches = calloc((size_t)d.num_layers, sizeof *plan->caches);
+    if (!status && !plan->caches) status = ctxkv__no_memory("the caches' addresses");
+    if (!status) status = device->cuda ? ctxkv__cuda_store_create(plan) : cpu_plan(plan);
+    if (status)
+        ctxkv_store_destroy(plan);
+    else
+        *store = plan;
+    return status;
+}
+
+void ctxkv_store_destroy(ctxkv_store *plan) {
+    if (!plan) return;
+    if (plan->device->cuda) ctxkv__cuda_store_destroy(plan);
+    pthread_mutex_destroy(&plan->lock);
+    pthread_mutex_destroy(&plan->run_lock);
+    free(plan->worker_faults);
+    free(plan->k_gain);
+    free(plan->caches);
+    ctxkv__device_release(plan->device);
+    free(plan);
+}
+
+static ctxkv_status cache_view(
+    const struct ctxkv_store *plan, const DLTensor *tensor, const char *which, int64_t layer,
+    const int64_t *shape, struct ctxkv__view *view) {
+    char name[48];
+    snprintf(name, sizeof name, "%s[%" PRId64 "]", which, layer);
+    struct ctxkv__want want = {
+        plan->device,
+        CTXKV__BF16,
+        4,
+        {shape ? shape[0] : CTXKV__ANY, shape ? shape[1] : CTXKV__ANY, plan->desc.num_kv_heads,
+         plan->desc.head_dim},
+        true,
+        true};
+    ctxkv_status status = ctxkv__tensor(tensor, name, &want, view);
+    if (status) return status;
+    int64_t total;
+    if (view->shape[1] >= 1 && !__builtin_mul_overflow(view->shape[0], view->shape[1], &total))
+        return CTXKV_OK;
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s has block_size %" PRId64 ", must be at least 1", name,
+        view->shape[1]);
+}
+
+ctxkv_status ctxkv_store_bind_caches(
+    ctxkv_store *plan, const DLTensor *const *keys, const DLTensor *const *values, int64_t count) {
+    ctxkv_status status = ctxkv__not_null(plan, "store");
+    if (!status) status = ctxkv__not_null(keys, "keys");
+    if (!status) status = ctxkv__not_null(values, "values");
+    if (status) return status;
+    int64_t layers = plan->desc.num_layers;
+    if (count != layers)
+        return ctxkv__fail(
+            CTXKV_INVALID_ARGUMENT, "count is %" PRId64 ", must be num_layers (%" PRId64 ")", count,
+            layers);
+    struct ctxkv__cache *caches = calloc((size_t)layers, sizeof *caches);
+    if (!caches) return ctxkv__no_memory("the caches' addresses");
+    for (int64_t l = 0; !status && l < layers; l++) {
+        struct ctxkv__view k, v;
+        status = cache_view(plan, keys[l], "keys", l, 0, &k);
+        if (!status) status = cache_view(plan, values[l], "values", l, k.shape, &v);
+        if (status) break;
+        caches[l] =
+            (struct ctxkv__cache){k.data,      v.data,      k.stride[0], k.stride[1], k.stride[2],
+                                  v.stride[0], v.stride[1], v.stride[2], k.shape[0],  k.shape[1]};
+    }
+    if (status) {
+        free(caches);
+        return status;
+    }
+    struct ctxkv__cache *old = plan->caches;
+    plan->caches = caches;
+    if (plan->device->cuda) status = ctxkv__cuda_store_bind(plan);
+    if (status) {
+        plan->caches = old;
+        old = caches;
+    } else {
+        plan->bound = true;
+    }
+    free(old);
+    return status;
+}
+
+static ctxkv_status run_views(
+    const struct ctxkv_store *plan, const DLTensor *k, const DLTensor *v,
+    struct ctxkv__store_call *call) {
+    const ctxkv_store_desc *d = &plan->desc;
+    struct ctxkv__view keys, values;
+    struct ctxkv__want want = {
+        plan->device, CTXKV__BF16, 4, {d->num_layers, CTXKV__ANY, d->num_kv_heads, d->head_dim},
+        true,         false};
+    ctxkv_status status = ctxkv__tensor(k, "k", &want, &keys);
+    if (status) return status;
+    want.shape[1] = keys.shape[1];
+    status = ctxkv__tensor(v, "v", &want, &values);
+    if (status) return status;
+    *call = (struct ctxkv__store_call){
+        .k = keys.data,
+        .v = values.data,
+        .k_layer_stride = keys.stride[0],
+        .k_row_stride = keys.stride[1],
+        .k_head_stride = keys.stride[2],
+        .v_layer_stride = values.stride[0],
+        .v_row_stride = values.stride[1],
+        .v_head_stride = values.stride[2],
+        .rows = keys.shape[1],
+    };
+    return CTXKV_OK;
+}
+
+ctxkv_status ctxkv_store_run(
+    ctxkv_store *plan, const DLTensor *k, const DLTensor *v, const DLTensor *positions,
+    const DLTensor *const *slots, int64_t slot_count, void *stream) {
+    ctxkv_status status = ctxkv__not_null(plan, "store");
+    if (status) return status;
+    int64_t layers = plan->desc.num_layers;
+    struct ctxkv__store_call call;
+    status = run_views(plan, k, v, &call);
+    if (!status)
+        status = ctxkv__positions(
+            plan->device, positions, plan->desc.rope != CTXKV_ROPE_NONE, call.rows,
+            &call.positions);
+    if (!status && !plan->bound)
+        status = ctxkv__fail(CTXKV_NOT_BOUND, "no caches: call ctxkv_store_bind_caches first");
+    if (status) return status;
+    struct ctxkv__slots *all =
+        malloc((size_t)layers * (sizeof *all + sizeof(int64_t) + sizeof(void *)));
+    if (!all) return ctxkv__no_memory("the slots of a run");
+    const int64_t **addresses = (const int64_t **)(void *)(all + layers);
+    int64_t *rows = (int64_t *)(void *)(addresses + layers);
+    status = ctxkv__slot_tensors(plan->device, slots, slot_count, layers, addresses, rows);
+    if (!status) status = ctxkv__fill_slots(all, layers, addresses, rows, slot_count, call.rows);
+    call.slots = all;
+    call.stream = stream;
+    if (!status && call.rows)
+        status =
+            plan->device->cuda ? ctxkv__cuda_store_run(plan, &call) : ctxkv__cpu_store(plan, &call);
+    free(all);
+    return status;
+}
+
+ctxkv_status ctxkv_store_faults(ctxkv_store *plan, ctxkv_faults *faults) {
+    ctxkv_status status = ctxkv__not_null(plan, "store");
+    if (!status) status = ctxkv__not_null(faults, "faults");
+    if (status) return status;
+    struct ctxkv__fault_record record = {0};
+    if (plan->device->cuda) {
+        status = ctxkv__cuda_store_faults(plan, &record);
+        if (status) return status;
+    } else {
+        pthread_mutex_lock(&plan->lock);
+        record = plan->faults;
+        memset(&plan->faults, 0, sizeof plan->faults);
+        pthread_mutex_unlock(&plan->lock);
+    }
+    *faults = (ctxkv_faults){0};
+    faults->count = record.count;
+    if (!record.count) return CTXKV_OK;
+    faults->kind = (int32_t)record.kind;
+    faults->layer = record.layer;
+    faults->row = record.row;
+    faults->value = record.value;
+    faults->limit = record.limit;
+    return CTXKV_OK;
+}

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// DLTensor checks: device, type, shape, strides, alignment, extent.
+#include "tensor.h"
+
+#include "../chain/device.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <stdio.h>
+#include <string.h>
+
+void ctxkv__shape_text(char *text, size_t size, const int64_t *shape, int ndim) {
+    size_t used = (size_t)snprintf(text, size, "[");
+    for (int i = 0; i < ndim && used < size; i++) {
+        const char *comma = i ? ", " : "";
+        int n = shape[i] == CTXKV__ANY
+                    ? snprintf(text + used, size - used, "%s*", comma)
+                    : snprintf(text + used, size - used, "%s%" PRId64, comma, shape[i]);
+        used += (size_t)n;
+    }
+    if (used < size) snprintf(text + used, size - used, "]");
+}
+
+static unsigned type_of(DLDataType t) {
+    if (t.lanes != 1) return 0;
+    if (t.code == kDLBfloat && t.bits == 16) return CTXKV__BF16;
+    if (t.code == kDLFloat && t.bits == 32) return CTXKV__FP32;
+    if (t.code == kDLInt && t.bits == 64) return CTXKV__I64;
+    return 0;
+}
+
+static const char *types_text(unsigned types) {
+    switch (types) {
+    case CTXKV__BF16:
+        return "BF16";
+    case CTXKV__FP32:
+        return "FP32";
+    case CTXKV__I64:
+        return "int64";
+    default:
+        return "BF16 or FP32";
+    }
+}
+
+static ctxkv_status check_type(
+    const DLTensor *t, const char *name, const struct ctxkv__want *want) {
+    if (type_of(t->dtype) & want->types) return CTXKV_OK;
+    static const char *const codes[] = {"int",    "uint",    "float", "opaque",
+                                        "bfloat", "complex", "bool"};
+    const char *code = t->dtype.code < 7 ? codes[t->dtype.code] : "type code ";
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s has dtype %s%d (lanes %d), must be %s", name, code,
+        t->dtype.bits, t->dtype.lanes, types_text(want->types));
+}
+
+static ctxkv_status check_device(
+    const DLTensor *t, const char *name, const struct ctxkv__want *want) {
+    bool cuda = want->device && want->device->cuda;
+    int type = (int)t->device.device_type;
+    if (cuda && type == kDLCUDA && t->device.device_id == want->device->ordinal) return CTXKV_OK;
+    if (!cuda && (type == kDLCPU || type == kDLCUDAHost)) return CTXKV_OK;
+    char wanted[32] = "CPU memory (device type 1)";
+    if (cuda) snprintf(wanted, sizeof wanted, "cuda:%d (device type 2)", want->device->ordinal);
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s lies on device type %d, id %d, must lie in %s", name, type,
+        t->device.device_id, wanted);
+}
+
+static ctxkv_status check_shape(
+    const DLTensor *t, const char *name, const struct ctxkv__want *want) {
+    bool good = t->ndim == want->ndim && (t->shape || t->ndim == 0);
+    for (int i = 0; good && i < want->ndim; i++)
+        good = t->shape[i] >= 0 && (want->shape[i] == CTXKV__ANY || t->shape[i] == want->shape[i]);
+    if (good) return CTXKV_OK;
+    char was[160] = "[?]", must[160];
+    if (t->ndim >= 0 && t->ndim <= 8 && (t->shape || t->ndim == 0))
+        ctxkv__shape_text(was, sizeof was, t->shape, t->ndim);
+    ctxkv__shape_text(must, sizeof must, want->shape, want->ndim);
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s has shape %s (%d dimensions), must be %s", name, was, t->ndim,
+        must);
+}
+
+static ctxkv_status bad_strides(
+    const DLTensor *t, const char *name, const struct ctxkv__view *view, const char *must) {
+    char was[160];
+    if (t->strides)
+        ctxkv__shape_text(was, sizeof was, t->strides, view->ndim);
+    else
+        snprintf(was, sizeof was, "row-major");
+    return ctxkv__fail(CTXKV_INVALID_ARGUMENT, "%s has strides %s, must %s", name, was, must);
+}
+
+// Sorted by stride, each dimension must step over all of the smaller ones.
+static bool elements_distinct(const struct ctxkv__view *v) {
+    bool used[CTXKV__MAX_DIMS] = {false};
+    int64_t reach = 0;
+    for (int round = 0; round < v->ndim; round++) {
+        int best = -1;
+        for (int i = 0; i < v->ndim; i++)
+            if (!used[i] && (best < 0 || llabs(v->stride[i]) < llabs(v->stride[best]))) best = i;
+        used[best] = true;
+        if (v->shape[best] <= 1) continue;
+        int64_t step = llabs(v->stride[best]);
+        if (step <= reach) return false;
+        reach += step * (v->shape[best] - 1);
+    }
+    return true;
+}
+
+static int64_t item_size(unsigned type) {
+    return type == CTXKV__BF16 ? 2 : type == CTXKV__FP32 ? 4 : 8;
+}
+
+static ctxkv_status fill_view(
+    const DLTensor *t, const char *name, const struct ctxkv__want *want, struct ctxkv__view *v) {
+    int64_t next = 1, low = 0, high = 0, span;
+    bool empty = false, overflow = false;
+    v->type = type_of(t->dtype);
+    v->ndim = t->ndim;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        v->shape[i] = t->shape[i];
+        int64_t stride = t->strides ? t->strides[i] : next;
+        overflow |= __builtin_mul_overflow(next, t->shape[i] ? t->shape[i] : 1, &next);
+        // The stride of a size-1 dimension carries no meaning.
+        v->stride[i] = t->shape[i] > 1 ? stride : 0;
+        if (i == t->ndim - 1 && t->shape[i] == 1) v->stride[i] = 1;
+        if (t->shape[i] == 0) empty = true;
+        overflow |= stride == INT64_MIN;
+        if (!empty) {
+            overflow |= __builtin_mul_overflow(v->stride[i], t->shape[i] - 1, &span);
+            overflow |= span < 0 ? __builtin_add_overflow(low, span, &low)
+                                 : __builtin_add_overflow(high, span, &high);
+        }
+    }
+    const int64_t limit = INT64_MAX / 16;
+    if (overflow || low < -limit || high > limit)
+        return bad_strides(t, name, v, "stay within the address space");
+    if (want->unit && t->ndim && v->shape[t->ndim - 1] > 1 && v->stride[t->ndim - 1] != 1)
+        return bad_strides(t, name, v, "have stride 1 in the last dimension");
+    if (want->written && !empty && !elements_distinct(v))
+        return bad_strides(t, name, v, "give each element an address of its own");
+    int64_t item = item_size(v->type);
+    v->data = t->data ? (char *)t->data + t->byte_offset : 0;
+    if (!t->data && !empty)
+        return ctxkv__fail(CTXKV_INVALID_ARGUMENT, "%s has a NULL data address", name);
+    v->low = empty ? v->data : v->data + low * item;
+    v->high = empty ? v->data : v->data + (high + 1) * item;
+    return CTXKV_OK;
+}
+
+static ctxkv_status check_alignment(
+    const char *name, const struct ctxkv__want *want, const struct ctxkv__view *v) {
+    // The CPU reads BF16 and FP32 at any address; int64 arrays and devices need natural alignment.
+    bool cuda = want->device && want->device->cuda;
+    int64_t item = item_size(v->type);
+    if ((!cuda && v->type != CTXKV__I64) || (uintptr_t)v->data % (uintptr_t)item == 0)
+        return CTXKV_OK;
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s lies at address %p, must be aligned to %d bytes", name,
+        (void *)v->data, (int)item);
+}
+
+ctxkv_status ctxkv__tensor(
+    const DLTensor *tensor, const char *name, const struct ctxkv__want *want,
+    struct ctxkv__view *view) {
+    if (!tensor) return ctxkv__fail(CTXKV_INVALID_ARGUMENT, "%s is NULL, must be a tensor", name);
+    ctxkv_status status = check_device(tensor, name, want);
+    if (!status) status = check_type(tensor, name, want);
+    if (!status) status = check_shape(tensor, name, want);
+    if (!status) status = fill_view(tensor, name, want, view);
+    if (!status) status = check_alignment(name, want, view);
+    return status;
+}
+
+ctxkv_status ctxkv__no_overlap(
+    const struct ctxkv__view *a, const char *a_name, const struct ctxkv__view *b,
+    const char *b_name) {
+    if (a->low == a->high || b->low == b->high || a->high <= b->low || b->high <= a->low)
+        return CTXKV_OK;
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s overlaps %s in memory, must lie apart", a_name, b_name);
+}
