@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// K norm, RoPE and the insert of one head of 64 held by a quad of lanes as tensor-core accumulators.
+// K norm, RoPE and the insert of one head of 64 held by a quad of lanes as tensor-core
+// accumulators.
 //
 // Lane t of the quad holds columns 8j + 2t and 8j + 2t + 1 of the head for j = 0..7, as eight words
 // of two BF16: the layout of mma and wgmma accumulators, once rounded. All lanes of the warp take
@@ -36,8 +37,7 @@ static __device__ __forceinline__ void head_norm(u32 (&w)[8], float eps) {
 }
 
 // The cosines and sines of a position for this lane's pairs 4j + t: low half cos, high half sin.
-static __device__ __forceinline__ void
-head_angles(u32 (&cs)[8], const u16 *row, int t) {
+static __device__ __forceinline__ void head_angles(u32 (&cs)[8], const u16 *row, int t) {
 #pragma unroll
     for (int j = 0; j < 8; j++)
         cs[j] = (u32)__ldg(row + 4 * j + t) | (u32)__ldg(row + 32 + 4 * j + t) << 16;
@@ -69,8 +69,8 @@ static __device__ __forceinline__ uint4 quad_transpose(u32 a, u32 b, u32 c, u32 
 }
 
 // Writes the head at `out` where `store` holds; `vector`: addresses are multiples of 16 bytes.
-static __device__ __forceinline__ void
-head_write(const u32 (&w)[8], u16 *out, int t, bool store, bool vector) {
+static __device__ __forceinline__ void head_write(
+    const u32 (&w)[8], u16 *out, int t, bool store, bool vector) {
     const uint4 low = quad_transpose(w[0], w[1], w[2], w[3], t);
     const uint4 high = quad_transpose(w[4], w[5], w[6], w[7], t);
     if (!store) return;

@@ -32,7 +32,8 @@ static __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
     for (u32 spins = 0; !barrier_test(bar, parity); spins++)
         if (spins > 1u << 22) __trap();
 #else
-    while (!barrier_test(bar, parity)) {}
+    while (!barrier_test(bar, parity)) {
+    }
 #endif
 }
 static __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
@@ -54,8 +55,8 @@ static __device__ __forceinline__ void barrier_arrive(u32 bar) {
 // Tensor copies into shared memory; they complete on the barrier. With `multicast` the box lands at
 // the same address, and completes on the same barrier, in every CTA of `mask`.
 template <bool multicast>
-static __device__ __forceinline__ void
-copy_box2(u32 dst, const void *map, int c0, int c1, u32 bar, u16 mask) {
+static __device__ __forceinline__ void copy_box2(
+    u32 dst, const void *map, int c0, int c1, u32 bar, u16 mask) {
     if (multicast)
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
                      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
@@ -68,8 +69,8 @@ copy_box2(u32 dst, const void *map, int c0, int c1, u32 bar, u16 mask) {
                      : "memory");
 }
 template <bool multicast>
-static __device__ __forceinline__ void
-copy_box3(u32 dst, const void *map, int c0, int c1, int c2, u32 bar, u16 mask) {
+static __device__ __forceinline__ void copy_box3(
+    u32 dst, const void *map, int c0, int c1, int c2, u32 bar, u16 mask) {
     if (multicast)
         asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
                      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst),
@@ -99,7 +100,8 @@ static __device__ __forceinline__ u32 cluster_rank() {
 }
 static __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 // Moves registers from one warpgroup of the CTA to another; all warps of the warpgroup call it.

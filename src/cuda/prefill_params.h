@@ -63,8 +63,8 @@ typedef struct {
     const void *x;
     void *h;
     float *row_scale;
-    const void *gain; // [8192]: the hidden norm's gains, BF16 or FP32; null: weightless
-    long long x_row, h_row; // elements, multiples of 8
+    const void *gain;          // [8192]: the hidden norm's gains, BF16 or FP32; null: weightless
+    long long x_row, h_row;    // elements, multiples of 8
     int gain_fp32, gain_input; // gain_input: the gain multiplies the input
     float hidden_eps, layer_eps;
 } ctxkv_prenorm_params;

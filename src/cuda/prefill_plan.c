@@ -14,7 +14,7 @@
      n,                                                                                            \
      rows,                                                                                         \
      WARPGROUP * (groups) + (MOVES(groups, n) ? WARPGROUP : COPIERS),                              \
-     1024 + (stages) * STAGE(groups, n),                                                           \
+     1024 + (stages)*STAGE(groups, n),                                                             \
      (n) / (rows) < 64 ? (n) / (rows) : 64,                                                        \
      64 * (groups) / (cols)},
 static const ctxkv_prefill_shape shapes[] = {
@@ -23,24 +23,30 @@ static const ctxkv_prefill_shape shapes[] = {
 #undef SHAPE
 enum { SHAPES = sizeof shapes / sizeof shapes[0] };
 
-// Microseconds on an H200 at 8192 columns, [made in registers, ready]: of the first wave of tiles, of
-// every further one (all multiprocessors busy, lower clock), and of a launch beside its waves.
+// Microseconds on an H200 at 8192 columns, [made in registers, ready]: of the first wave of tiles,
+// of every further one (all multiprocessors busy, lower clock), and of a launch beside its waves.
 // docs/op/prefill.md has the measurements.
 static const struct {
     double first[2], more[2], fixed;
 } times[SHAPES] = {
     {{26, 20}, {30, 24}, 5.5}, // 64x64c2
     {{32, 30}, {48, 40}, 6},   // 64x128c2
-    {{50, 50}, {66, 58}, 7},   // 64x256c2
+    {{48, 50}, {66, 58}, 7},   // 64x256c2
     {{56, 44}, {66, 60}, 7.5}, // 128x128c2
     {{80, 72}, {88, 80}, 9},   // 192x128c2
     {{90, 80}, {97, 97}, 9},   // 128x256c2
 };
 
-int ctxkv__prefill_shape_count(void) { return SHAPES; }
-const ctxkv_prefill_shape *ctxkv__prefill_shape_at(int index) { return &shapes[index]; }
+int ctxkv__prefill_shape_count(void) {
+    return SHAPES;
+}
+const ctxkv_prefill_shape *ctxkv__prefill_shape_at(int index) {
+    return &shapes[index];
+}
 
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
 
 static int tile_counts(
     const ctxkv_prefill_shape *shape, int64_t rows, int64_t layers, int64_t heads,
@@ -59,7 +65,8 @@ static int tile_counts(
 int ctxkv__prefill_choose(
     int64_t rows, int64_t layers, int64_t heads, int sms, ctxkv_prefill_input input,
     ctxkv_prefill_choice *choice) {
-    if (rows < 1 || layers < 1 || heads < 1 || heads > 1 << 20 || layers > 1 << 20) return 0;
+    if (rows < 1 || rows > INT32_MAX || layers < 1 || layers > 1 << 20) return 0;
+    if (heads < 1 || heads > 1 << 20) return 0;
     const int ready = input == CTXKV_PREFILL_READY;
     int found = 0;
     for (int i = 0; i < SHAPES; i++) {
@@ -79,7 +86,9 @@ int ctxkv__prefill_choose(
     return found;
 }
 
-static double larger(double a, double b) { return a > b ? a : b; }
+static double larger(double a, double b) {
+    return a > b ? a : b;
+}
 
 int ctxkv__prefill_pays(int64_t rows, int64_t layers, int64_t heads) {
     ctxkv_prefill_choice choice;
@@ -92,10 +101,12 @@ int ctxkv__prefill_pays(int64_t rows, int64_t layers, int64_t heads) {
     const double norms = larger(5, 3 + 0.0042 * t * (1 + l));
     const double gemm = larger(16, 5 + flops / rate);
     const double store = 2 + t * (0.0022 + 0.0005 * h) * l / 5;
-    return 1.04 * (prenorm + choice.us) < norms + gemm + store;
+    return 1.02 * (prenorm + choice.us) < norms + gemm + store;
 }
 
-int ctxkv__prefill_k_blocks(int64_t columns) { return (int)(ceil_div(columns, 256) * 4); }
+int ctxkv__prefill_k_blocks(int64_t columns) {
+    return (int)(ceil_div(columns, 256) * 4);
+}
 
 void ctxkv__prefill_pack_gains(float *out, const float *gains, int64_t columns) {
     for (int64_t i = 0; i < columns; i += 16)

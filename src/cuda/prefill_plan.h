@@ -29,15 +29,15 @@ int ctxkv__prefill_shape_count(void);
 const ctxkv_prefill_shape *ctxkv__prefill_shape_at(int index);
 
 typedef struct {
-    int shape;        // index
-    unsigned grid;    // CTAs, a multiple of cluster_rows
+    int shape;                          // index
+    unsigned grid;                      // CTAs, a multiple of cluster_rows
     int column_tiles, row_tiles, group; // for ctxkv_prefill_params
-    double us;        // what it should take on an H200, the pre-kernel not counted
+    double us; // what it should take on an H200, the pre-kernel not counted
 } ctxkv_prefill_choice;
 
 // Chooses the shape for `rows` rows, `layers` layers of this launch and `heads` KV heads of 64 on a
-// device of `sms` multiprocessors. Returns 0 where no shape can run it (rows < 1, or more tiles than
-// an int counts). The choice never changes a bit of the result.
+// device of `sms` multiprocessors. Returns 0 where no shape can run it (rows < 1, or more tiles
+// than an int counts). The choice never changes a bit of the result.
 int ctxkv__prefill_choose(
     int64_t rows, int64_t layers, int64_t heads, int sms, ctxkv_prefill_input input,
     ctxkv_prefill_choice *choice);

@@ -5,6 +5,7 @@
 // layer, so h and r are all that the projection needs to build each layer's rows for itself.
 // One CTA of 256 threads holds a row of 8192: thread t has columns 8t + 2048k + e. The sum order is
 // SPEC 3.1's `pair`.
+// archs: 90a
 #include "prim.cuh"
 #include "prefill_params.h"
 
@@ -32,8 +33,8 @@ static __device__ __forceinline__ float row_sum(const float (&share)[4], float *
     return add_rn(add_rn(x, z), add_rn(y, w));
 }
 
-static __device__ __forceinline__ void
-load_gain8(float *g, const ctxkv_prenorm_params &p, int column) {
+static __device__ __forceinline__ void load_gain8(
+    float *g, const ctxkv_prenorm_params &p, int column) {
     if (p.gain_fp32) {
         const float *gain = (const float *)p.gain + column;
         const float4 a = __ldg((const float4 *)gain), b = __ldg((const float4 *)gain + 1);
@@ -45,8 +46,8 @@ load_gain8(float *g, const ctxkv_prenorm_params &p, int column) {
 }
 
 // v = x, or x * g where the gain multiplies the input.
-static __device__ __forceinline__ void
-row_input(float *v, uint4 x, const ctxkv_prenorm_params &p, int column) {
+static __device__ __forceinline__ void row_input(
+    float *v, uint4 x, const ctxkv_prenorm_params &p, int column) {
     bf16_unpack8(x, v);
     if (!p.gain || !p.gain_input) return;
     float g[8];
@@ -58,7 +59,7 @@ row_input(float *v, uint4 x, const ctxkv_prenorm_params &p, int column) {
 // The row stays packed, 64 bytes a thread: loads of some rows cover the reductions of others. Grid:
 // one CTA per row.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-ctxkv_prenorm(const __grid_constant__ ctxkv_prenorm_params p) {
+    ctxkv_prenorm(const __grid_constant__ ctxkv_prenorm_params p) {
     __shared__ __align__(16) float sums[2][8];
     const int t = (int)threadIdx.x * 8;
     const u16 *x = (const u16 *)p.x + blockIdx.x * p.x_row + t;
