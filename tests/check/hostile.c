@@ -137,6 +137,9 @@ enum kind {
     SPREAD_STEP,
     PAST_31_BITS,
     LARGEST,
+    SUBNORMAL,
+    HIGH,
+    SMALL_SQUARES, // whose mean is subnormal
     CANCEL,
     ONE_SPECIAL,
     KINDS
@@ -185,6 +188,12 @@ static uint16_t value_of(uint64_t r, enum kind kind, int64_t i, int64_t base) {
         return past_31_bits(i, (uint16_t)(base << 7));
     case LARGEST:
         return (uint16_t)(base << 7 | 0x7F);
+    case SUBNORMAL:
+        return (uint16_t)(r & 0x807F);
+    case HIGH:
+        return from_field(r, 175 + (int64_t)(r >> 32) % 40);
+    case SMALL_SQUARES:
+        return from_field(r, 54 + (int64_t)(r >> 32) % 8);
     case CANCEL:
         return (uint16_t)(base << 7 | (i / 2 * 37 & 0x7F) | (i & 1 ? 0x8000 : 0));
     default:

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../src/ops/numerics.h"
+
 #define MAX_LAYERS 3
 
 struct made {
@@ -13,6 +15,7 @@ struct made {
     struct ctxkv__weight_block blocks[2 * MAX_LAYERS];
     struct area weights[2 * MAX_LAYERS], bias, x;
     bool long_sums; // past 31 bits, in many rows
+    bool mirrored;  // the second half takes away the first: what is left shows every bit cut
 };
 
 static void random_shape(struct check *c, struct ctxkv__projection_args *a) {
@@ -32,15 +35,22 @@ static void random_shape(struct check *c, struct ctxkv__projection_args *a) {
     }
 }
 
+static void mirror(uint8_t *row, int64_t n, uint16_t sign) {
+    for (int64_t i = 0; i < n / 2; i++)
+        ctxkv__store16(row, n / 2 + i, ctxkv__load16(row, i) ^ sign);
+}
+
 static void make_weights(struct check *c, struct made *m) {
     struct ctxkv__projection_args *a = &m->args;
     for (int64_t b = 0; b < 2 * a->num_layers; b++) {
         int64_t stride = a->hidden_size + (check_chance(c, 60) ? 0 : check_below(c, 50));
         size_t values = (size_t)((a->block_columns - 1) * stride + a->hidden_size);
         m->weights[b] = area_new(c, values * 2, 1);
-        for (int64_t n = 0; n < a->block_columns; n++)
-            (m->long_sums && n % 3 ? hostile_past_31_bits : hostile_bf16)(
-                c, m->weights[b].data + 2 * n * stride, a->hidden_size);
+        for (int64_t n = 0; n < a->block_columns; n++) {
+            uint8_t *row = m->weights[b].data + 2 * n * stride;
+            (m->long_sums && n % 3 ? hostile_past_31_bits : hostile_bf16)(c, row, a->hidden_size);
+            if (m->mirrored) mirror(row, a->hidden_size, 0x8000);
+        }
         m->blocks[b] = (struct ctxkv__weight_block){m->weights[b].data, stride};
     }
     a->blocks = m->blocks;
@@ -59,9 +69,11 @@ static void make_x(struct check *c, struct made *m) {
     int64_t last = (copies - 1) * a->x_layer_stride + (a->rows - 1) * a->x_row_stride;
     m->x = area_new(c, (size_t)(last + a->hidden_size) * 2, 1);
     for (int64_t l = 0; l < copies; l++)
-        for (int64_t t = 0; t < a->rows; t++)
-            (m->long_sums && t % 3 ? hostile_largest : hostile_bf16)(
-                c, m->x.data + 2 * (l * a->x_layer_stride + t * a->x_row_stride), a->hidden_size);
+        for (int64_t t = 0; t < a->rows; t++) {
+            uint8_t *row = m->x.data + 2 * (l * a->x_layer_stride + t * a->x_row_stride);
+            (m->long_sums && t % 3 ? hostile_largest : hostile_bf16)(c, row, a->hidden_size);
+            if (m->mirrored) mirror(row, a->hidden_size, 0);
+        }
     a->x = m->x.data;
 }
 
@@ -97,6 +109,7 @@ static void one_case(struct check *c) {
     struct ctxkv__projection_args *a = &m.args;
     random_shape(c, a);
     m.long_sums = check_chance(c, 20);
+    m.mirrored = !m.long_sums && check_chance(c, 40);
     make_weights(c, &m);
     make_x(c, &m);
     struct area truth = make_out(c, a);
@@ -129,20 +142,23 @@ static void one_case(struct check *c) {
 
 struct operands {
     struct ctxkv__projection_args args;
-    int64_t units;
+    int64_t units, share, at;
 };
 
+// A share of the units a run, the next one each time: short enough to be undisturbed now and then,
+// and the weights come from memory.
 static void run(void *p, const struct ctxkv__kernels *kernels) {
     static void *scratch;
-    const struct operands *o = p;
+    struct operands *o = p;
     if (!scratch) scratch = bench_memory(CTXKV__PROJECTION_SCRATCH);
-    kernels->projection(&o->args, 0, o->units, scratch);
+    kernels->projection(&o->args, o->at, o->at + o->share, scratch);
+    o->at = (o->at + o->share) % o->units;
 }
 
 static size_t timings(struct timing *list, size_t max) {
     static struct operands all[3];
     static struct ctxkv__weight_block blocks[2 * BENCH_L];
-    static const int64_t rows[3] = {1, 8, 64}, layers[3] = {BENCH_L, 1, 1};
+    static const int64_t rows[3] = {1, 8, 64}, shares[3] = {32, 8, 4};
     size_t block_values = (size_t)BENCH_K * BENCH_COLUMNS;
     if (!blocks[0].data) {
         uint16_t *w = bench_memory(block_values * 2 * 2 * BENCH_L);
@@ -160,7 +176,7 @@ static size_t timings(struct timing *list, size_t max) {
             int64_t row = 2 * BENCH_COLUMNS;
             o->args = (struct ctxkv__projection_args){
                 BENCH_K,
-                layers[i],
+                BENCH_L,
                 BENCH_COLUMNS,
                 blocks,
                 0,
@@ -171,16 +187,17 @@ static size_t timings(struct timing *list, size_t max) {
                 bench_memory((size_t)(rows[i] * row * BENCH_L) * 2),
                 rows[i] * row,
                 row};
-            o->units = 2 * layers[i] * ctxkv__projection_units_per_block(&o->args);
+            o->units = 2 * BENCH_L * ctxkv__projection_units_per_block(&o->args);
+            o->share = shares[i];
         }
-        double weights = 2.0 * BENCH_COLUMNS * BENCH_K * (double)layers[i];
+        double weights = (double)(o->share * CTXKV__UNIT_COLUMNS) * BENCH_K;
         list[i].bytes = weights * 2;
         list[i].macs = weights * (double)rows[i];
         list[i].run = run;
         list[i].operands = o;
         snprintf(
-            list[i].name, sizeof list[i].name, "projection L=%lld H=16 T=%lld",
-            (long long)layers[i], (long long)rows[i]);
+            list[i].name, sizeof list[i].name, "projection %lld columns T=%lld",
+            (long long)(o->share * CTXKV__UNIT_COLUMNS), (long long)rows[i]);
     }
     return max < 3 ? max : 3;
 }
