@@ -31,25 +31,27 @@ static void tell_norm(struct check *c, const char *name, const struct ctxkv__nor
             n->gain ? " gain" : "", n->gain && n->input_scale ? " on input" : "", (double)n->eps);
 }
 
-// The last bit of a row's scale shows in few BF16 outputs. So the gains are made such that nearly
-// every output of row 0 lies within a few FP32 ulps of a BF16 halfway case. With gains on the
-// input, one vector of 8 in 16 carries the sum and the others are too small to count.
+// The last bit of a row's scale shows in few BF16 outputs. So a few vectors of 8 carry the sum of
+// row 0, which then depends on the order of each addition, and the gains of the rest, too small to
+// count, put each output within a few FP32 ulps of a BF16 halfway case.
 static void sharpen(struct check *c, struct ctxkv__norms_args *a, uint8_t *x, float *gain) {
-    int64_t n = a->hidden_size;
+    int64_t n = a->hidden_size, carriers[5];
     bool input = a->layer.input_scale;
     double sum = 0;
+    for (int i = 0; i < 5; i++) carriers[i] = check_below(c, n / 8);
     for (int64_t i = 0; i < n; i++) {
-        bool carries = !input || i / 8 % 16 == 0;
+        bool carries = false;
+        for (int k = 0; k < 5; k++) carries |= carriers[k] == i / 8;
         uint64_t r = check_random(c);
-        uint32_t field = (uint32_t)((carries ? 125 : 105) + (r >> 32) % 4);
+        uint32_t field = (uint32_t)(carries ? 122 + (r >> 32) % 8 : 100 + (r >> 32) % 4);
         ctxkv__store16(x, i, (uint16_t)((r & 0x807F) | field << 7));
-        gain[i] = 1.0f + (float)(r >> 40) * 0x1p-24f;
+        gain[i] = carries ? 1.0f + (float)(r >> 40) * 0x1p-24f : 0.0f;
         double v = ctxkv__load_bf16(x, i) * (input ? gain[i] : 1.0f);
-        if (carries) sum += v * v;
+        sum += v * v;
     }
     double scale = 1 / sqrt(sum / (double)n + a->layer.eps);
     for (int64_t i = 0; i < n; i++) {
-        if (input && i / 8 % 16 == 0) continue;
+        if (gain[i] != 0) continue;
         double y = scale * ctxkv__load_bf16(x, i);
         double half = ctxkv__float((ctxkv__bits((float)y) & 0xFFFF0000u) | 0x8000u);
         gain[i] = (float)(half / y * (1 + (double)(check_below(c, 13) - 6) * 0x1p-24));
