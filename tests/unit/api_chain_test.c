@@ -25,7 +25,7 @@
 #define STORAGE (BLOCKS * H * PAGE * 2 * N)
 
 static uint16_t x_values[MOST * D], w_values[L * C * D], gain_values[(L + 1) * D], b_values[L * C];
-static uint16_t table_values[64 * N], k_gains[L * N];
+static uint16_t table_values[64 * N], k_gains[L * 128];
 static int64_t position_values[MOST], slot_values[L][MOST];
 static const ctxkv_status bad = CTXKV_INVALID_ARGUMENT;
 
@@ -47,7 +47,7 @@ static void fill_inputs(void) {
     fill_bf16(gain_values, (L + 1) * D, 23, 0.5f);
     fill_bf16(b_values, L * C, 24, 0.5f);
     fill_bf16(table_values, 64 * N, 25, 1.0f);
-    fill_bf16(k_gains, L * N, 26, 1.0f);
+    fill_bf16(k_gains, L * 128, 26, 1.0f);
     // Subnormal and tiny operands, which a flushing mode would lose.
     for (int i = 0; i < D; i++) x_values[2 * D + i] = (uint16_t)(0x0001 + i);
     for (int i = 0; i < D; i += 3) gain_values[i] = 0x0040, b_values[i] = 0x0013;
