@@ -147,6 +147,7 @@ def test_special_files(tmp_path):
         "größe-模型-é",
         "-dash",
         "per%cent %s%n",
+        "x" * 255,
         b"\xff\xfe".decode("utf-8", "surrogateescape"),
     ],
 )
@@ -156,9 +157,9 @@ def test_names(tmp_path, name):
     folder.mkdir()
     model = write_model(folder / "m")
     context = write_context(folder / "c")
-    ok(*run_args(model, context, folder / "out"))
-    assert ok("verify", folder / "out", folder / "out").startswith("equal")
-    assert sorted(os.listdir(folder)) == ["c", "m", "out"]
+    ok(*run_args(model, context, folder / name))
+    assert ok("verify", "--", folder / name, folder / name).startswith("equal")
+    assert set(os.listdir(folder)) == {"c", "m", name}
 
 
 @pytest.mark.parametrize("role", ["model", "context", "config", "verify"])

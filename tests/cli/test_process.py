@@ -11,6 +11,7 @@ import time
 
 import pytest
 from helpers import (
+    head_bytes,
     BIN,
     cli,
     heads_model,
@@ -46,6 +47,28 @@ def test_signal_leaves_nothing(tmp_path, number):
     process.send_signal(number)
     assert process.wait() == -number
     assert os.listdir(folder) == []
+
+
+def test_file_that_shrinks_is_an_error(tmp_path):
+    """A mapped file cut by someone else while it is read: one line, not a crash."""
+    head = {"kv_cache.0": {"dtype": "BF16", "shape": [1 << 20, 1, 1, 256]}}
+    size = 512 << 20
+    head["kv_cache.0"]["data_offsets"] = [0, size]
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(head_bytes(head))
+        os.truncate(path, path.stat().st_size + size)
+    process = subprocess.Popen([BIN, "verify", *paths], stderr=subprocess.PIPE)
+    end = time.monotonic() + 30
+    while time.monotonic() < end and process.poll() is None:
+        with open(f"/proc/{process.pid}/maps") as maps:
+            if str(paths[1]) in maps.read():
+                break
+    process.send_signal(signal.SIGSTOP)
+    os.truncate(paths[0], 4096)
+    process.send_signal(signal.SIGCONT)
+    text = process.communicate()[1]
+    assert process.returncode == 2 and text.count(b"\n") == 1 and b"shorter" in text
 
 
 def test_failed_write_leaves_nothing(tmp_path):
