@@ -2,6 +2,9 @@
 // A CUDA driver and a cuBLAS made of plain memory.
 #include "fake.h"
 
+#include "cuda/params.h"
+#include "cuda/prefill_params.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -232,6 +235,25 @@ static CUresult f_cuFuncSetAttribute(CUfunction function, CUfunction_attribute w
     // Every kernel of ours has less than 1 KiB of shared memory of its own.
     return value > 232448 - 1024 ? CUDA_ERROR_INVALID_VALUE : 0;
 }
+// The size of a kernel's one parameter, by the beginning of its name.
+static size_t param_bytes(const char *kernel) {
+    static const struct {
+        const char *start;
+        size_t bytes;
+    } sizes[] = {
+        {"ctxkv_norms_rms", sizeof(ctxkv_rms_params)},
+        {"ctxkv_norms_", sizeof(ctxkv_norms_params)},
+        {"ctxkv_projection_", sizeof(ctxkv_projection_params)},
+        {"ctxkv_store_any", sizeof(ctxkv_store_any)},
+        {"ctxkv_store_", sizeof(ctxkv_store_fast)},
+        {"ctxkv_prenorm", sizeof(ctxkv_prenorm_params)},
+        {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (!strncmp(kernel, sizes[i].start, strlen(sizes[i].start))) return sizes[i].bytes;
+    return 0;
+}
+
 static CUresult f_cuLaunchKernelEx(
     const CUlaunchConfig *config, CUfunction function, void **params, void **extra) {
     (void)extra;
@@ -250,7 +272,8 @@ static CUresult f_cuLaunchKernelEx(
     for (unsigned i = 0; i < config->numAttrs; i++)
         if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
             l->programmatic = config->attrs[i].value.programmaticStreamSerializationAllowed;
-    memcpy(l->params, params[0], strstr(l->kernel, "store_any") ? 30000 : 256);
+    size_t bytes = param_bytes(l->kernel);
+    memcpy(l->params, params[0], bytes);
     return 0;
 }
 static CUresult f_cuTensorMapEncodeTiled(

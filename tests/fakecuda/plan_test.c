@@ -11,9 +11,10 @@
 
 #include "ctxkv/ctxkv.h"
 #include "cuda/params.h"
+#include "cuda/prefill_params.h"
 #include "fake.h"
 
-enum { D = 8192, LAYERS = 2, HEADS = 2, ROWS = 4, COLUMNS = 2 * HEADS * 64 };
+enum { D = 8192, LAYERS = 2, HEADS = 2, ROWS = 4, COLUMNS = 2 * HEADS * 64, MOST_ROWS = 4096 };
 
 static uint16_t hidden[D], layers[LAYERS * D], table[16 * 64], k_weight[LAYERS * 128];
 static uint16_t x[ROWS * D], out[LAYERS * ROWS * D], cache[LAYERS * 4 * HEADS * 16 * 128];
@@ -87,7 +88,7 @@ static ctxkv_status make_chain(ctxkv_device *device, bool rms, ctxkv_chain **cha
     c.norms = &n;
     c.projection = &p;
     c.store = &s;
-    c.max_rows = ROWS;
+    c.max_rows = MOST_ROWS;
     return ctxkv_chain_create(device, &c, chain);
 }
 
@@ -103,12 +104,16 @@ static ctxkv_status bind(ctxkv_chain *chain, int offset) {
     return ctxkv_chain_bind_caches(chain, keys, values, LAYERS);
 }
 
-static ctxkv_status run(ctxkv_chain *chain, void *stream) {
+// The fake kernels touch nothing, so that more rows than there is memory for are no harm.
+static ctxkv_status run_rows(ctxkv_chain *chain, int64_t rows, void *stream) {
     struct box b[3];
-    const DLTensor *s = gpu_tensor(&b[2], slots, i64, 1, (int64_t[]){ROWS}, 0);
+    const DLTensor *s = gpu_tensor(&b[2], slots, i64, 1, (int64_t[]){rows}, 0);
     return ctxkv_chain_run(
-        chain, gpu_tensor(&b[0], x, bf16, 2, (int64_t[]){ROWS, D}, 0),
-        gpu_tensor(&b[1], positions, i64, 1, (int64_t[]){ROWS}, 0), &s, 1, stream);
+        chain, gpu_tensor(&b[0], x, bf16, 2, (int64_t[]){rows, D}, 0),
+        gpu_tensor(&b[1], positions, i64, 1, (int64_t[]){rows}, 0), &s, 1, stream);
+}
+static ctxkv_status run(ctxkv_chain *chain, void *stream) {
+    return run_rows(chain, ROWS, stream);
 }
 
 // Device, chain, caches, run, faults; whatever fails, what was made is destroyed.
@@ -119,6 +124,7 @@ static ctxkv_status whole(bool rms) {
     if (!status) status = make_chain(p.device, rms, &p.chain);
     if (!status) status = bind(p.chain, 0);
     if (!status) status = run(p.chain, (void *)(uintptr_t)0x77);
+    if (!status) status = run_rows(p.chain, MOST_ROWS, (void *)(uintptr_t)0x77);
     if (!status) status = ctxkv_chain_faults(p.chain, &faults);
     // A driver that cannot even say which context is current is beyond cleaning up after.
     long reached = fake.calls;
@@ -245,6 +251,42 @@ static void parameters_arrive(void **state) {
     assert_int_equal(f.slot_count, 64);
     assert_int_equal(f.block_shift, 4);
     assert_int_equal(f.k_block, HEADS * 16 * 128 / 8);
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_device_close(p.device);
+}
+
+static void many_rows_take_the_prefill_kernels(void **state) {
+    (void)state;
+    struct parts p;
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+    assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+    assert_int_equal(bind(p.chain, 1), CTXKV_OK);
+    long before = fake.slow_calls;
+    assert_int_equal(run_rows(p.chain, MOST_ROWS, 0), CTXKV_OK);
+    assert_int_equal(fake.slow_calls, before);
+    assert_int_equal(fake.gemms, 0);
+    assert_int_equal(fake.launches, 2);
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_prenorm");
+    ctxkv_prenorm_params n;
+    memcpy(&n, fake.launch[0].params, sizeof n);
+    assert_ptr_equal(n.x, x);
+    assert_int_equal(fake.launch[0].grid[0], MOST_ROWS);
+    const struct fake_launch *l = &fake.launch[1];
+    ctxkv_prefill_params f;
+    memcpy(&f, l->params, sizeof f);
+    assert_non_null(strstr(l->kernel, "_gained"));
+    assert_int_equal(l->programmatic, 1);
+    assert_true(l->shared > 48 * 1024);
+    assert_ptr_equal(f.row_scale, n.row_scale);
+    assert_ptr_equal((const char *)n.h + MOST_ROWS * D * 2, n.row_scale);
+    assert_int_equal(f.rows, MOST_ROWS);
+    assert_int_equal(f.heads, HEADS);
+    assert_int_equal(f.w_rows, COLUMNS / 2);
+    assert_int_equal(f.max_position, 16);
+    assert_ptr_equal(f.cos_sin, table);
+    assert_int_equal(f.flags, CTXKV_PREFILL_BY2); // the first cache lies two bytes off
+    assert_ptr_equal(f.layer[0].k, cache + 1);
+    assert_int_equal(f.layer[1].slot_count, 64);
     ctxkv_chain_destroy(p.chain);
     ctxkv_device_close(p.device);
 }
@@ -380,6 +422,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(captures_refuse_plans, setup, teardown),
         cmocka_unit_test_setup_teardown(runs_only_launch, setup, teardown),
         cmocka_unit_test_setup_teardown(parameters_arrive, setup, teardown),
+        cmocka_unit_test_setup_teardown(many_rows_take_the_prefill_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(odd_caches_take_the_other_kernel, setup, teardown),
         cmocka_unit_test_setup_teardown(programmatic_launch_can_be_off, setup, teardown),
         cmocka_unit_test_setup_teardown(newer_gpus_sum_packed, setup, teardown),
