@@ -71,6 +71,7 @@ static int bf16_significand(uint16_t h) {
 
 static int64_t align(struct term t, int point, int emax) {
     // To units of 2^(emax - 25), truncated toward zero.
+    if (t.significand == 0) return 0; // its exponent is not part of emax
     int left = 25 - point - (emax - t.exponent);
     int64_t magnitude = t.significand < 0 ? -t.significand : t.significand;
     magnitude = left >= 0 ? magnitude << left : left > -64 ? magnitude >> -left : 0;
