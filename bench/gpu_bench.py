@@ -189,7 +189,7 @@ def main():
             mine, plans = ours(Q, device, o, hw, lw, table)
             others = peers(P, o, hw, lw, table) if P else {}
             others["cublas"] = dict(
-                projection=lambda i: torch.bmm(o.normed[i], o.w[i].transpose(1, 2)))
+                projection=lambda i: torch.bmm(o.normed[i], o.w[i].transpose(1, 2)))  # noqa: F821
             if P and not same_bits(o, mine, others):
                 print(f"H={H} T={T}: the caches differ from the seed's", file=sys.stderr)
                 return 1
