@@ -21,6 +21,7 @@ enum ctxkv__sum_order ctxkv__norm_order(
 // From this size on outputs are written past the caches: they would only push other data out, and
 // a plain store first reads the line it overwrites.
 #define STREAM_NORM_ROWS 32 // rows of all layers
+#define STREAM_STORE_BYTES (1 << 20)
 
 struct norms_loop {
     ctxkv__norms_fn *fn;
@@ -144,6 +145,8 @@ static void run_store(
     for (int64_t l = 0; l < loop.args.num_layers; l++)
         if (call->slots[l].slots && call->slots[l].rows > most) most = call->slots[l].rows;
     if (most == 0) return;
+    int64_t row_bytes = 4 * loop.args.num_heads * loop.args.head_dim * loop.args.num_layers;
+    loop.args.stream = most >= STREAM_STORE_BYTES / row_bytes;
     loop.parts_per_layer = (most + STORE_ROWS - 1) / STORE_ROWS;
     pthread_mutex_lock(&plan->run_lock);
     loop.faults = plan->worker_faults;
