@@ -176,21 +176,20 @@ class ContextKV:
     def _fits(self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list) -> bool:
         """Whether addresses may be taken; what is not so obvious goes the checked way."""
         where = self.device
+        vectors = [s for s in (*lists, positions) if s is not None]
+        if not all(isinstance(v, torch.Tensor) for v in (x, *vectors)):
+            return False
         if x.dtype != torch.bfloat16 or x.dim() != 2 or x.device != where:
             return False
         if x.shape[1] != self.hidden_size or x.stride(1) != 1:
             return False
-        vectors = [s for s in lists if s is not None]
-        if any(s.dim() == 1 and s.shape[0] > x.shape[0] for s in vectors):
+        if positions is None and self._rope:
             return False
-        if positions is not None:
-            if positions.shape[0:1] != x.shape[0:1]:
-                return False
-            vectors.append(positions)
-        elif self._rope:
+        if positions is not None and positions.shape[0:1] != x.shape[0:1]:
             return False
         return len(lists) in (1, self.num_layers) and all(
-            v.dtype == torch.int64 and v.dim() == 1 and v.is_contiguous() and v.device == where
+            v.dtype == torch.int64 and v.dim() == 1 and v.shape[0] <= x.shape[0]
+            and v.is_contiguous() and v.device == where
             for v in vectors
         )
 

@@ -207,9 +207,7 @@ def mma16(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     total = terms + (1 - 2 * (c >> 31)) * own
     magnitude = total.abs()
     # Truncated to 24 bits, then scaled exactly; a double holds every case here.
-    length = torch.zeros_like(magnitude)
-    for i in range(45):
-        length = torch.where((magnitude >> i) != 0, torch.full_like(length, i + 1), length)
+    length = torch.frexp(magnitude.to(F64)).exponent.to(I64)
     cut = (length - 24).clamp(min=0)
     kept = (magnitude >> cut) << cut
     value = torch.ldexp(kept.to(F64), (top - 25).clamp(min=-400))
