@@ -73,7 +73,7 @@ file(CONFIGURE OUTPUT ${cuda_dir}/embed.S CONTENT "${embed}" @ONLY)
 enable_language(ASM)
 set_source_files_properties(${cuda_dir}/embed.S PROPERTIES OBJECT_DEPENDS "${fatbins}")
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS src/device/*.c src/chain/*_cuda.c)
+file(GLOB cuda_sources CONFIGURE_DEPENDS src/device/*.c src/chain/*_cuda.c src/cuda/*.c)
 target_sources(ctxkv_core PRIVATE ${cuda_sources} ${cuda_dir}/embed.S)
 target_include_directories(ctxkv_core PRIVATE ${cuda_dir})
 target_include_directories(ctxkv_core SYSTEM PRIVATE ${CTXKV_CUDA_INCLUDE})

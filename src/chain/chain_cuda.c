@@ -3,11 +3,12 @@
 #include <stdlib.h>
 
 #include "../device/cublas.h"
-#include "cuda_plan.h"
+#include "chain_ways.h"
 
 struct chain_gpu {
     CUdeviceptr workspace; // the plan's own
     size_t kv_offset, cublas_offset;
+    struct ctxkv__prefill *prefill;
 };
 
 static size_t padded(size_t bytes) {
@@ -33,6 +34,7 @@ ctxkv_status ctxkv__cuda_chain_create(struct ctxkv_chain *plan) {
         status =
             ctxkv__gpu_alloc(gpu, plan->workspace_size, "the chain's workspace", &g->workspace);
     }
+    if (!status) status = ctxkv__prefill_create(plan, &g->prefill);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -43,16 +45,17 @@ void ctxkv__cuda_chain_destroy(struct ctxkv_chain *plan) {
     if (!g) return;
     if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
+        ctxkv__prefill_destroy(plan, g->prefill);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
     free(g);
     plan->gpu = 0;
 }
 
-static ctxkv_status launch(struct ctxkv_chain *plan, const struct ctxkv__chain_call *call) {
+static ctxkv_status launch_parts(
+    struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, char *workspace) {
     const struct chain_gpu *g = plan->gpu;
     const ctxkv_projection_desc *d = &plan->projection->desc;
-    char *workspace = call->workspace ? call->workspace : (char *)(uintptr_t)g->workspace;
     int64_t columns = 2 * plan->projection->args.block_columns, layers = d->num_layers;
     // One input for all layers is one GEMM, whose output has the layers side by side.
     bool shared = plan->norms->out_layers == 1 && layers > 1;
@@ -99,6 +102,14 @@ static ctxkv_status launch(struct ctxkv_chain *plan, const struct ctxkv__chain_c
     return status ? status : ctxkv__cuda_store_launch(plan->store, &store);
 }
 
+static ctxkv_status launch(struct ctxkv_chain *plan, const struct ctxkv__chain_call *call) {
+    const struct chain_gpu *g = plan->gpu;
+    char *workspace = call->workspace ? call->workspace : (char *)(uintptr_t)g->workspace;
+    if (ctxkv__prefill_takes(plan, g->prefill, call))
+        return ctxkv__prefill_launch(plan, g->prefill, call, workspace);
+    return launch_parts(plan, call, workspace);
+}
+
 ctxkv_status ctxkv__cuda_chain_run(struct ctxkv_chain *plan, const struct ctxkv__chain_call *call) {
     struct ctxkv__gpu_scope scope;
     ctxkv_status status = ctxkv__gpu_enter(plan->device->gpu, &scope);
@@ -109,6 +120,8 @@ ctxkv_status ctxkv__cuda_chain_run(struct ctxkv_chain *plan, const struct ctxkv_
 }
 
 size_t ctxkv__cuda_chain_memory(const struct ctxkv_chain *plan) {
-    return plan->workspace_size + ctxkv__cuda_norms_memory(plan->norms) +
+    const struct chain_gpu *g = plan->gpu;
+    return plan->workspace_size + ctxkv__prefill_memory(g->prefill) +
+           ctxkv__cuda_norms_memory(plan->norms) +
            ctxkv__cuda_projection_memory(plan->projection) + ctxkv__cuda_store_memory(plan->store);
 }

@@ -27,6 +27,16 @@ ctxkv_status ctxkv__cuda_projection_launch(
 ctxkv_status ctxkv__cuda_store_launch(
     const struct ctxkv_store *plan, const struct ctxkv__store_call *call);
 
+// What other kernels need to know of the norms. hidden16 is NULL where BF16 would lose bits.
+struct ctxkv__norms_parts {
+    const void *hidden32, *layer32, *hidden16, *layer16; // device memory
+    bool hidden_input, layer_weight, scaled, packed;
+    unsigned flags; // CTXKV_NORMS_*
+};
+struct ctxkv__norms_parts ctxkv__cuda_norms_parts(const struct ctxkv_norms *plan);
+ctxkv_fault_record *ctxkv__cuda_store_faults_at(const struct ctxkv_store *plan);
+const float *ctxkv__cuda_store_k_gain(const struct ctxkv_store *plan);
+
 size_t ctxkv__cuda_norms_memory(const struct ctxkv_norms *plan);
 size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan);
 size_t ctxkv__cuda_store_memory(const struct ctxkv_store *plan);

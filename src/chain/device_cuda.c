@@ -14,8 +14,12 @@ int ctxkv__cuda_count(void) {
     const struct ctxkv__driver *cu = ctxkv__driver_get(&status);
     if (!cu) return 0;
     CUresult result = cu->cuDeviceGetCount(&count);
-    if (result) ctxkv__cu_fail(cu, result, "counting the GPUs");
-    return result ? 0 : count;
+    if (result) {
+        ctxkv__cu_fail(cu, result, "counting the GPUs");
+        return 0;
+    }
+    if (!count) ctxkv__fail(CTXKV_NO_DEVICE, "no usable GPU: the driver sees no device");
+    return count;
 }
 
 static ctxkv_status describe(struct ctxkv__cuda_device *gpu) {

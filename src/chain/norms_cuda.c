@@ -16,6 +16,7 @@ struct norms_gpu {
     unsigned flags;    // CTXKV_NORMS_*
     unsigned row_kind; // 0 pair, 1 pair_scaled, 2 packed, 3 packed_scaled
     int some_layers;   // layers of a block of the `some` kernels
+    bool layer_weight;
 };
 
 enum row_shape { FEW16, FEW32, SOME16, SOME32, MANY16, MANY32, ANY, ROW_SHAPES };
@@ -104,6 +105,7 @@ static void choose(const struct ctxkv_norms *plan, struct norms_gpu *g) {
     if (lw && (scaled || lw->type == CTXKV__FP32)) g->flags |= CTXKV_NORMS_LAYER_FUSE;
     if (no_hidden) g->flags |= CTXKV_NORMS_NO_HIDDEN;
     if (no_layer) g->flags |= CTXKV_NORMS_NO_LAYER;
+    g->layer_weight = lw != 0;
     g->row_kind = (packed ? 2u : 0u) + (scaled ? 1u : 0u);
     int64_t room = (gpu->shared_limit - 1024) / (8192 * (g->layer16 ? 2 : 4));
     g->some_layers = (int)(room < d->num_layers ? room : d->num_layers);
@@ -147,6 +149,21 @@ void ctxkv__cuda_norms_destroy(struct ctxkv_norms *plan) {
 
 size_t ctxkv__cuda_norms_memory(const struct ctxkv_norms *plan) {
     return ((const struct norms_gpu *)plan->gpu)->bytes;
+}
+
+struct ctxkv__norms_parts ctxkv__cuda_norms_parts(const struct ctxkv_norms *plan) {
+    const struct norms_gpu *g = plan->gpu;
+    return (struct ctxkv__norms_parts){
+        .hidden32 = g->hidden32,
+        .layer32 = g->layer32,
+        .hidden16 = g->hidden16,
+        .layer16 = g->layer16,
+        .hidden_input = (g->flags & CTXKV_NORMS_HIDDEN_INPUT) != 0,
+        .layer_weight = g->layer_weight,
+        .scaled = (g->row_kind & 1) != 0,
+        .packed = g->row_kind >= 2,
+        .flags = g->flags,
+    };
 }
 
 // Which of the row kernels is fastest for so many rows (measured on an H200).

@@ -58,13 +58,17 @@ static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection
     const struct ctxkv__cublas *b;
     ctxkv_status status = ctxkv__cublas_get(gpu->cublas_path, &b);
     if (status) return status;
-    int result = b->create(&g->handle);
+    int version = 0, result = b->create(&g->handle);
     if (result) return ctxkv__cublas_fail(b, result, "creating a cuBLAS handle");
-    g->cublas = b;
-    int version = 0;
+    status = ctxkv__gpu_alloc(gpu, CTXKV__CUBLAS_WORKSPACE, "cuBLAS's workspace", &g->workspace);
+    if (status) {
+        b->destroy(g->handle);
+        return status;
+    }
     if (!b->version(g->handle, &version)) gpu->cublas_version = version;
     g->bytes += CTXKV__CUBLAS_WORKSPACE;
-    return ctxkv__gpu_alloc(gpu, CTXKV__CUBLAS_WORKSPACE, "cuBLAS's workspace", &g->workspace);
+    g->cublas = b;
+    return CTXKV_OK;
 }
 
 static ctxkv_status upload_blocks(struct ctxkv_projection *plan, struct projection_gpu *g) {
@@ -123,11 +127,10 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
         else
             status = open_cublas(plan, g);
     }
-    // Without cuBLAS an AUTO plan has the same bits, slower.
+    // Without cuBLAS an AUTO plan has the same bits, slower: a failure here is none of the plan's.
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
-        (known_equal(plan, g, false) || known_equal(plan, g, true)) && open_cublas(plan, g) &&
-        !g->workspace)
-        g->cublas = 0;
+        (known_equal(plan, g, false) || known_equal(plan, g, true)))
+        (void)open_cublas(plan, g);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -137,7 +140,7 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
     struct ctxkv__gpu_scope scope;
     if (!g) return;
     if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
-        if (g->cublas && g->handle) g->cublas->destroy(g->handle);
+        if (g->cublas) g->cublas->destroy(g->handle);
         ctxkv__gpu_free(plan->device->gpu, g->blocks);
         ctxkv__gpu_free(plan->device->gpu, g->bias);
         ctxkv__gpu_free(plan->device->gpu, g->workspace);

@@ -105,6 +105,14 @@ size_t ctxkv__cuda_store_memory(const struct ctxkv_store *plan) {
     return ((const struct store_gpu *)plan->gpu)->bytes;
 }
 
+ctxkv_fault_record *ctxkv__cuda_store_faults_at(const struct ctxkv_store *plan) {
+    return (ctxkv_fault_record *)(uintptr_t)((const struct store_gpu *)plan->gpu)->faults;
+}
+
+const float *ctxkv__cuda_store_k_gain(const struct ctxkv_store *plan) {
+    return (const float *)(uintptr_t)((const struct store_gpu *)plan->gpu)->k_gain;
+}
+
 // A stride that counts in units of 16 bytes and fits 32 bits.
 static bool wide_stride(int64_t stride) {
     return stride >= 0 && stride % 8 == 0 && stride / 8 <= UINT32_MAX;

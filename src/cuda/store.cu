@@ -2,10 +2,9 @@
 // K norm, RoPE and cache insert of all layers in one launch (SPEC 3.4 and 5).
 //
 // A head belongs to LANES = min(head_dim/8, 32) lanes of a warp, each with 8 neighbouring elements
-// (for head_dim 512 with two such vectors), so that every access is 16 bytes. grid.y is the layer;
-// a block takes rows_per_block rows with all their heads. Everything a row needs is asked for at
-// once: its slot, its position (the array has one for every row; it is only used when the row is
-// stored), its K and V. The table row follows the position while the K norm is under way.
+// (for head_dim 512 with two such vectors), so that every access is 16 bytes; grid.y is the layer.
+// Slot, K and V are asked for at once; the position only when the slot says that the row is stored,
+// and its table row while the K norm is under way.
 #include "faults.cuh"
 #include "params.h"
 #include "prim.cuh"
@@ -13,10 +12,8 @@
 // What a kernel knows when it is compiled: the K norm, the rotation, and that every operand is
 // 16-byte aligned in every row (VEC). RUNTIME: read from the parameters.
 #define RUNTIME 99u
-template <int HD, unsigned NORM_, unsigned ROPE_, bool VEC_, int UNITS_> struct shape {
+template <int HD, unsigned NORM_, unsigned ROPE_, bool VEC_> struct shape {
     static constexpr int HEAD = HD, LANES = HD / 8 < 32 ? HD / 8 : 32, VECS = HD / 8 / LANES;
-    static constexpr int UNITS = UNITS_;
-
     static __device__ __forceinline__ unsigned norm(const ctxkv_store_common &c) {
         return NORM_ == RUNTIME ? c.norm : NORM_;
     }
@@ -220,9 +217,6 @@ read_unit(const ctxkv_store_common &c, const LAYER &l, bool mine, unit<S> &u) {
     for (int v = 0; v < S::VECS; v++) u.k_words[v] = u.v_words[v] = make_uint4(0, 0, 0, 0);
     if (!mine) return;
     u.slot = load_i64(l.slots + u.row);
-#ifndef POSITION_LATE
-    if (S::rope(c) != CTXKV_STORE_ROPE_NONE) u.position = load_i64(c.positions + u.row);
-#endif
 #pragma unroll
     for (int v = 0; v < S::VECS; v++) {
         u.k_words[v] = S::load(u.k_src + v * 256, by2);
@@ -237,9 +231,7 @@ check_unit(const ctxkv_store_common &c, const LAYER &l, int lane, unit<S> &u) {
     const bool rope = S::rope(c) != CTXKV_STORE_ROPE_NONE;
     u.fault = CTXKV_FAULT_KIND_NONE;
     if (u.slot < 0) return;
-#ifdef POSITION_LATE
     if (rope && u.slot < l.slot_count) u.position = load_i64(c.positions + u.row);
-#endif
     u.fault = fault_kind(u.slot, l.slot_count, u.position, rope ? c.max_position : -1);
     if (u.fault != CTXKV_FAULT_KIND_NONE) return;
     if (rope) load_angles<S>(c, u.position, lane, u.angles);
@@ -269,47 +261,42 @@ static __device__ __forceinline__ void finish_unit(
     }
 }
 
-// Units are (row, head) in row-major order; a block takes UNITS times as many as it has groups.
-// Every lane of a warp goes all the way: the exchanges are warp-wide.
+// Units are (row, head) in row-major order, one to a group of lanes. Every lane of a warp goes all
+// the way: the exchanges are warp-wide.
 template <class S, class INDEX, class LAYER>
 static __device__ __forceinline__ void
 store_units(const ctxkv_store_common &c, const LAYER &l, bool by2) {
     const int lane = threadIdx.x & (S::LANES - 1), groups = blockDim.x / S::LANES;
     const INDEX units = (INDEX)l.rows * (INDEX)c.heads;
-    const INDEX first = (INDEX)blockIdx.x * (groups * S::UNITS) + threadIdx.x / S::LANES;
-    unit<S> u[S::UNITS];
+    const INDEX i = (INDEX)blockIdx.x * groups + threadIdx.x / S::LANES;
+    unit<S> u;
     launch_next();
-#pragma unroll
-    for (int n = 0; n < S::UNITS; n++) place_unit<S>(c, l, lane, first + n * groups, u[n]);
-    launch_wait_after((u64)u[0].k_src | (u64)u[0].v_src | (u64)(l.slots + u[0].row) |
-                      (u64)(c.positions + u[0].row) | (u64)u[0].k | (u64)u[0].v);
-#pragma unroll
-    for (int n = 0; n < S::UNITS; n++) read_unit<S>(c, l, first + n * groups < units, u[n]);
-#pragma unroll
-    for (int n = 0; n < S::UNITS; n++) check_unit<S>(c, l, lane, u[n]);
-#pragma unroll
-    for (int n = 0; n < S::UNITS; n++)
-        finish_unit<S>(c, l.k_weight, by2, blockIdx.y, lane, u[n]);
+    place_unit<S>(c, l, lane, i, u);
+    launch_wait_after(
+        (u64)u.k_src | (u64)u.v_src | (u64)(l.slots + u.row) | (u64)u.k | (u64)u.v);
+    read_unit<S>(c, l, i < units, u);
+    check_unit<S>(c, l, lane, u);
+    finish_unit<S>(c, l.k_weight, by2, blockIdx.y, lane, u);
 }
 
-#define STORE_FAST(name, hd, norm, rope, units)                                                    \
+#define STORE_FAST(name, hd, norm, rope)                                                           \
     extern "C" __global__ void __launch_bounds__(128)                                              \
         ctxkv_store_##name(const __grid_constant__ ctxkv_store_fast p) {                           \
-        typedef shape<hd, norm, rope, true, units> S;                                              \
+        typedef shape<hd, norm, rope, true> S;                                                     \
         store_units<S, u32>(p.c, p.layer[blockIdx.y], false);                                      \
     }
 #define STORE_ANY(hd)                                                                              \
     extern "C" __global__ void __launch_bounds__(128)                                              \
         ctxkv_store_any_##hd(const __grid_constant__ ctxkv_store_any p) {                          \
-        typedef shape<hd, RUNTIME, RUNTIME, false, 1> S;                                           \
+        typedef shape<hd, RUNTIME, RUNTIME, false> S;                                              \
         store_units<S, u64>(p.c, p.layer[blockIdx.y], p.layer[blockIdx.y].by2);                    \
     }
-STORE_FAST(plain, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_NONE, 1)
-STORE_FAST(gptj, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_GPTJ, 1)
-STORE_FAST(neox_64, 64, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
-STORE_FAST(neox_128, 128, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
-STORE_FAST(neox_256, 256, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
-STORE_FAST(neox_512, 512, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX, 1)
+STORE_FAST(plain, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_NONE)
+STORE_FAST(gptj, 64, CTXKV_STORE_NORM_PLAIN, CTXKV_STORE_ROPE_GPTJ)
+STORE_FAST(neox_64, 64, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX)
+STORE_FAST(neox_128, 128, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX)
+STORE_FAST(neox_256, 256, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX)
+STORE_FAST(neox_512, 512, CTXKV_STORE_NORM_RMS, CTXKV_STORE_ROPE_NEOX)
 STORE_ANY(64)
 STORE_ANY(128)
 STORE_ANY(256)

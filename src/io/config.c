@@ -140,6 +140,13 @@ static bool read_rope(const reader *in, io_config *config) {
     if (scaling && !json_is_object(scaling)) return wrong(in, "rope_scaling", "an object");
     if (!read_theta(in, json_object_get(parameters, "rope_theta"), &config->theta)) return false;
     if (!read_theta(in, lookup(in, "rope_theta"), &config->theta)) return false;
+    const char *key;
+    json_t *item;
+    json_object_foreach((json_t *)parameters, key, item) {
+        if (json_is_object(item)) {
+            return wrong(in, "rope_parameters", "one set for all layers: others are not supported");
+        }
+    }
     const json_t *type = json_object_get(parameters, "rope_type");
     if (!type) type = json_object_get(scaling, "rope_type");
     if (!type) type = json_object_get(scaling, "type");

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the command line named by CTXKV_BIN, and makes checkpoints and contexts byte by byte."""
+
 import json
 import os
 import struct
@@ -17,8 +18,13 @@ def cli(*args, env=None, **options):
     """The finished process; text decoded, nothing from the terminal."""
     merged = {**os.environ, **(env or {})}
     return subprocess.run(
-        [BIN, *map(str, args)], capture_output=True, stdin=subprocess.DEVNULL, env=merged,
-        timeout=300, **options)
+        [BIN, *map(str, args)],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        env=merged,
+        timeout=300,
+        **options,
+    )
 
 
 def ok(*args, code=0, **options):
@@ -60,8 +66,10 @@ def file_bytes(tensors, pad=0):
     for name, (dtype, array) in tensors.items():
         raw = np.ascontiguousarray(array).tobytes()
         head[name] = {
-            "dtype": dtype, "shape": list(np.shape(array)),
-            "data_offsets": [len(data), len(data) + len(raw)]}
+            "dtype": dtype,
+            "shape": list(np.shape(array)),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     return head_bytes(head, pad) + data
 
@@ -70,12 +78,13 @@ def read_file(path):
     """name -> (dtype, shape, bytes), by a reader of its own."""
     raw = Path(path).read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
-    head = json.loads(raw[8:8 + size])
+    head = json.loads(raw[8 : 8 + size])
     head.pop("__metadata__", None)
-    data = raw[8 + size:]
+    data = raw[8 + size :]
     return {
         name: (info["dtype"], info["shape"], data[slice(*info["data_offsets"])])
-        for name, info in head.items()}
+        for name, info in head.items()
+    }
 
 
 def caches(path):
@@ -83,10 +92,13 @@ def caches(path):
     tensors = read_file(path)
     return [
         np.frombuffer(tensors[f"kv_cache.{i}"][2], np.uint16).reshape(tensors[f"kv_cache.{i}"][1])
-        for i in range(len(tensors))]
+        for i in range(len(tensors))
+    ]
 
 
-def write_model(folder, heads=1, layers=1, k=None, v=None, prefix="", pad=0, config=None, extra=None):
+def write_model(
+    folder, heads=1, layers=1, k=None, v=None, prefix="", pad=0, config=None, extra=None
+):
     """A weightless-norm draft; k, v: arrays [heads*64, D] of BF16 bits, the same in each layer."""
     folder = Path(folder)
     folder.mkdir(exist_ok=True)
@@ -101,9 +113,15 @@ def write_model(folder, heads=1, layers=1, k=None, v=None, prefix="", pad=0, con
     tensors.update(extra or {})
     (folder / "model.safetensors").write_bytes(file_bytes(tensors, pad))
     base = {
-        "hidden_size": D, "num_hidden_layers": layers, "num_attention_heads": 4 * heads,
-        "num_key_value_heads": heads, "head_dim": 64, "norm_affine": False, "use_rope": False,
-        "max_position_embeddings": 4096}
+        "hidden_size": D,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4 * heads,
+        "num_key_value_heads": heads,
+        "head_dim": 64,
+        "norm_affine": False,
+        "use_rope": False,
+        "max_position_embeddings": 4096,
+    }
     base.update(config or {})
     base = {key: value for key, value in base.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(base))
@@ -126,3 +144,18 @@ def write_context(path, rows=3, slots=None, positions=None, pad=0, extra=None, x
 
 def run_args(model, context, out, *more):
     return ("run", "--device", "cpu", "--model", model, "--context", context, "--out", out, *more)
+
+
+def heads_model(folder, heads, config=None):
+    """x all 1 gives norms of 1; V of head h is h + 1, K rows give +-1 after the K norm."""
+    k = np.zeros((heads * 64, D), np.float32)
+    v = np.zeros((heads * 64, D), np.float32)
+    for h in range(heads):
+        k[h * 64 : h * 64 + 64] = 2.0**-13 * 256
+        k[h * 64 + 1 : h * 64 + 64 : 2] *= -1
+        v[h * 64 : h * 64 + 64] = 2.0**-13 * (h + 1)
+    return write_model(folder, heads, 2, bf16(k), bf16(v), config=config)
+
+
+def ones_context(path, rows, **more):
+    return write_context(path, rows, x=np.full((rows, D), 0x3F80, np.uint16), **more)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the seed inputs of the fuzz targets into tests/fuzz/corpus (committed, small)."""
+
 import json
 import struct
 from pathlib import Path
@@ -25,7 +26,11 @@ def entry(dtype, shape, begin, end):
 
 two = {"a": entry("BF16", [1, 2], 0, 4), "b": entry("I64", [1], 4, 12)}
 put("safetensors", "two", tensors({"__metadata__": {"format": "pt"}, **two}, 12))
-put("safetensors", "scalar", tensors({"s": entry("F32", [], 0, 4), "e": entry("F64", [0, 3], 4, 4)}, 4))
+put(
+    "safetensors",
+    "scalar",
+    tensors({"s": entry("F32", [], 0, 4), "e": entry("F64", [0, 3], 4, 4)}, 4),
+)
 put("safetensors", "hole", tensors({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, 3))
 put("safetensors", "half", tensors({"a": entry("F4", [3], 0, 1)}, 1))
 put("safetensors", "deep", tensors(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", 0))
@@ -33,18 +38,38 @@ put("safetensors", "twice", tensors(b'{"k":{},"\\u006b":{}}', 0))
 put("safetensors", "huge", struct.pack("<Q", 2**64 - 1) + b"{}")
 put("safetensors", "overflow", tensors({"a": entry("F64", [2**62, 8], 0, 0)}, 0))
 
-muse = {"hidden_size": 8192, "num_hidden_layers": 5, "num_attention_heads": 64,
-        "num_key_value_heads": 16, "head_dim": 64, "rms_norm_eps": 1e-5, "norm_affine": True,
-        "norm_zero_centered_gamma": True, "draft_position_mode": "rope", "rope_theta": 500000,
-        "max_position_embeddings": 131072}
-qwen = {"architectures": ["DFlashDraftModel"], "hidden_size": 4096, "num_hidden_layers": 5,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": False,
-        "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}, "rope_scaling": None}
+muse = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "norm_affine": True,
+    "norm_zero_centered_gamma": True,
+    "draft_position_mode": "rope",
+    "rope_theta": 500000,
+    "max_position_embeddings": 131072,
+}
+qwen = {
+    "architectures": ["DFlashDraftModel"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"},
+    "rope_scaling": None,
+}
 put("config", "muse", json.dumps(muse).encode())
 put("config", "qwen3", json.dumps(qwen).encode())
 put("config", "quantised", json.dumps({**muse, "quantization_config": {"bits": 4}}).encode())
 put("config", "index", json.dumps({"weight_map": {"a": "x", "b": "y", "c": "../z"}}).encode())
-put("config", "index2", json.dumps({"metadata": {"total_size": 3}, "weight_map": {"a": "x"}}).encode())
+put(
+    "config",
+    "index2",
+    json.dumps({"metadata": {"total_size": 3}, "weight_map": {"a": "x"}}).encode(),
+)
 
 for table in ("norms", "store", "chain", "rope"):
     lines = (HERE.parent / "golden" / f"{table}.csv").read_bytes().splitlines()[:3]

@@ -18,6 +18,9 @@ static inline vi v_load(const void *p) {
 static inline void v_store(void *p, vi x) {
     _mm256_storeu_si256((__m256i *)p, x);
 }
+static inline void v_stream(void *p, vi x) {
+    _mm256_stream_si256((__m256i *)p, x);
+} // p: aligned
 static inline void v_store_float(float *p, vf x) {
     _mm256_storeu_ps(p, x);
 }

@@ -18,6 +18,9 @@ static inline vi v_load(const void *p) {
 static inline void v_store(void *p, vi x) {
     _mm512_storeu_si512(p, x);
 }
+static inline void v_stream(void *p, vi x) {
+    _mm512_stream_si512(p, x);
+} // p: aligned
 static inline void v_store_float(float *p, vf x) {
     _mm512_storeu_ps(p, x);
 }
