@@ -145,6 +145,12 @@ def same_bits(o, mine, others):
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(got, o.caches))
 
 
+def ratios(op, H, T, us):
+    peer = us.get("seed", us.get("cublas"))
+    text = " ".join(f"{k} {v:.2f}" for k, v in us.items())
+    return f"ratios {op} H={H} T={T}: {text}" + (f" = {us['ctxkv'] / peer:.3f} of the peer" if peer else "")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--library", required=True)
@@ -169,9 +175,16 @@ def main():
     hw = torch.ones(D, device="cuda").bfloat16()
     lw = torch.ones(L, D, device="cuda").bfloat16()
     table = torch.randn(65536, 64, device="cuda").bfloat16()
-    rows = []
-    for H in map(int, args.heads.split(",")):
-        for T in map(int, args.rows.split(",")):
+    info = device.info()
+    result = dict(
+        machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=0,
+        torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1),
+        bf16_TFLOPs=round(rate / 1e12, 1), layers=L, hidden_size=D,
+        method="medians of graph replays; buffers rotate past the L2", rows=[])
+    heads = list(map(int, args.heads.split(",")))
+    # All heads of a row count before the next, so that a run cut short has every size of T begun.
+    for T in map(int, args.rows.split(",")):
+        for H in heads:
             o = Operands(H, T)
             mine, plans = ours(Q, device, o, hw, lw, table)
             others = peers(P, o, hw, lw, table) if P else {}
@@ -183,29 +196,24 @@ def main():
             floor = floors(o, bandwidth, rate)
             for op in ("norms", "projection", "store", "chain"):
                 heavy = op == "chain" and T > 1024
-                count = max(o.sets, 24 if T <= 1024 else 4 if heavy else 8)
+                count = max(o.sets, 24 if T <= 1024 else 3 if heavy else 6)
                 full = {"ctxkv": measure(mine[op], o.sets, count)}
                 for name, table_of in others.items():
                     if op in table_of:
                         full[name] = measure(table_of[op], o.sets, count)
                 us = {k: round(v[0], 3) for k, v in full.items()}
                 us["floor"] = round(floor[op], 3)
-                rows.append(dict(op=op, heads=H, rows=T, us=us,
-                                 spread={k: [round(v[1], 3), round(v[2], 3)]
-                                         for k, v in full.items()}))
-                print(op, f"H={H} T={T}", us, flush=True)
+                result["rows"].append(
+                    dict(op=op, heads=H, rows=T, us=us,
+                         spread={k: [round(v[1], 3), round(v[2], 3)] for k, v in full.items()}))
+                print(ratios(op, H, T, us), flush=True)
             for plan in plans:
                 plan.close()
             del o, mine, others
-    info = device.info()
-    result = dict(
-        machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=info.cublas,
-        torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1), bf16_TFLOPs=round(rate / 1e12, 1),
-        layers=L, hidden_size=D, method="medians of graph replays; buffers rotate past the L2",
-        rows=rows)
-    with open(args.out, "w") as f:
-        json.dump(result, f, indent=1)
-        f.write("\n")
+            result["cublas"] = device.info().cublas
+            with open(args.out, "w") as f:
+                json.dump(result, f, indent=1)
+                f.write("\n")
     return 0
 
 
