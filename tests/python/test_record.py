@@ -60,6 +60,8 @@ def test_a_call_is_recorded_compactly(by: str, recording, monkeypatch) -> None:
     assert metadata["computed_by"] == by and metadata["block_size"] == "16"
     assert json.loads(metadata["blocks"]) == [[7, 90], [0, 7]]
     assert "--block-size 16 --num-blocks 2" in metadata["command"]
+    table = model._rotary_emb.cos_sin_cache[: int(at.max()) + 1]
+    assert oracle.same(context["cos_sin_cache"], table)
     assert oracle.same(context["hidden_states"], x) and torch.equal(context["positions"], at)
     assert context["slot_mapping"].tolist() == [[16 + 3, 0, -1, 16], [16 + 15, 5, -1, -1]]
     for l, attn in enumerate(model._attn_layers):

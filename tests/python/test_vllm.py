@@ -217,6 +217,7 @@ def test_load_weights_forgets_the_plan(monkeypatch) -> None:
     monkeypatch.setattr(MuseSparkDSparkForCausalLM, "load_weights", lambda self, w: {"seen", *w})
     model.hidden_norm.weight.data.mul_(3)  # in place: copied by the old plan
     assert draft.load_weights(["w"]) == {"seen", "w"}
+    assert draft._ctxkv_path.chain is None and not draft._ctxkv_path.graphs
     got = drafts.fresh_caches(model)
     draft.precompute_and_store_context_kv(x, at, lists)
     assert all(oracle.same(a, b) for a, b in zip(got, by_oracle(model, x, at, lists)))
@@ -334,9 +335,14 @@ def test_nothing_is_made_during_a_capture(said, monkeypatch) -> None:
         patch.setattr(_vllm_path, "capturing", lambda: True)
         draft.precompute_and_store_context_kv(x, at, lists)  # same caches: launches alone
         assert len(said()) == 2
+        launched = draft._ctxkv_path.chain
         drafts.fresh_caches(model)
         draft.precompute_and_store_context_kv(x, at, lists)
     assert "the caches have moved" in said()[-1]
+    # A graph may launch this plan for as long as it likes: new weights do not end it.
+    draft._ctxkv_path.forget()
+    draft.precompute_and_store_context_kv(x, at, lists)
+    assert draft._ctxkv_path.graphs == [launched] and draft._ctxkv_path.chain is not launched
 
 
 def test_plugin_off(said, monkeypatch) -> None:
