@@ -34,8 +34,8 @@ static void norms_part(void *context, int64_t begin, int64_t end, int worker, vo
     loop->fn(&loop->args, begin, end);
 }
 
-// total_rows: the rows of the whole call, of which this may be a chunk. In a chain the output is read
-// next, so it stays in the caches.
+// total_rows: the rows of the whole call, of which this may be a chunk. In a chain the output is
+// read next, so it stays in the caches.
 static void run_norms(
     const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call, int64_t total_rows,
     bool in_chain) {
