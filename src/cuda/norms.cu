@@ -130,7 +130,9 @@ struct place {
 };
 static __device__ __forceinline__ place place_of(const ctxkv_norms_params &p, i64 row, int t) {
     place o;
-    o.base = (char *)p.out + (row * p.out_row + t * p.out_column) * 16;
+    i64 tile = 0;
+    if (p.tile_rows) tile = (u32)row / (u32)p.tile_rows, row -= tile * p.tile_rows;
+    o.base = (char *)p.out + (tile * p.out_tile + row * p.out_row + t * p.out_column) * 16;
     o.layer = p.out_layer * 16;
     o.chunk = p.out_column * (STEP / 8 * 16);
     return o;
@@ -145,6 +147,7 @@ template <int ORDER, bool SCALED, bool FP32>
 static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     __shared__ float warp_sums[2][8];
     const int first = threadIdx.x * 8, layer = blockIdx.y;
+    if (p.flags & CTXKV_NORMS_NEXT_EARLY) launch_next();
     uint4 x[CHUNKS];
     float h[VALUES], g[VALUES], layer_g[VALUES];
     load_gains<FP32>(p.hidden_gain, first, g);
@@ -156,7 +159,7 @@ static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     hidden_norm<ORDER>(p, g, h, warp_sums[0], 0);
     if (SCALED) scale_by(layer_g, h);
     const float s = row_sum<ORDER>(h, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums[1], 0);
-    // Not earlier: the next kernel's blocks would take issue slots that this one needs.
+    // Not earlier as a rule: the next kernel's blocks would take issue slots that this one needs.
     launch_next();
     scale(root(s, p.layer_eps), h);
     if (!SCALED) scale_by(layer_g, h);
@@ -213,6 +216,7 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const int layer = blockIdx.y * p.layers_per_block;
     const int end = min(layer + p.layers_per_block, p.layers);
     const int layer_vectors = D * (FP32 ? 4 : 2) / 16;
+    if (p.flags & CTXKV_NORMS_NEXT_EARLY) launch_next();
     {
         const uint4 *src = (const uint4 *)p.layer_gain + (i64)layer * layer_vectors;
         for (int i = threadIdx.x; i < (end - layer) * layer_vectors; i += blockDim.x)

@@ -14,6 +14,7 @@
 #define CTXKV_NORMS_X_BY2 8u        // x is not 16-byte aligned in every row (only in `any`)
 #define CTXKV_NORMS_NO_HIDDEN 16u   // the hidden norm is absent: h = x (only in `any`)
 #define CTXKV_NORMS_NO_LAYER 32u    // the layer norm is absent: out = h (only in `any`)
+#define CTXKV_NORMS_NEXT_EARLY 64u  // the next kernel has much to do before its launch wait
 
 // Output vector (16 bytes) of columns 8c..8c+7 of row t of layer l lies at index
 // l*out_layer + t*out_row + c*out_column: row-major and "packed n" differ in these alone.
@@ -29,9 +30,11 @@ typedef struct {
     int layers_per_block;
     float hidden_eps, layer_eps;
     unsigned flags;
+    int tile_rows;      // 0, or rows of an output tile: row t is row t % tile_rows of tile
+    long long out_tile; // t / tile_rows, which begins out_tile vectors behind the one before
 } ctxkv_norms_params;
 
-#define CTXKV_RMS_COPY 64u // no norm: out = x
+#define CTXKV_RMS_COPY 128u // no norm: out = x
 
 // vLLM's rms_norm: y = (x * r) * w. `threads` of the block take part in the sum's order.
 typedef struct {
@@ -45,6 +48,8 @@ typedef struct {
     int threads;
     float eps;
     unsigned flags; // CTXKV_NORMS_X_BY2, CTXKV_RMS_COPY
+    int tile_rows;  // as above
+    long long out_tile;
 } ctxkv_rms_params;
 
 // ---- projection ----

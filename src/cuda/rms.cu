@@ -39,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const int t = threadIdx.x, warps = (p.threads + 31) / 32;
     const i64 row = blockIdx.x;
     const u16 *x = (const u16 *)p.x + row * p.x_row;
-    char *out = (char *)p.out + row * p.out_row * 16;
+    const u32 tile = p.tile_rows ? (u32)row / (u32)p.tile_rows : 0;
+    char *out = (char *)p.out + (tile * p.out_tile + (row - tile * p.tile_rows) * p.out_row) * 16;
     const bool takes_part = t < p.threads;
     uint4 kept[KEEP];
     float a = 0.0f;
