@@ -30,8 +30,13 @@ typedef struct {
     int layers_per_block;
     float hidden_eps, layer_eps;
     unsigned flags;
-    int tile_rows;      // 0, or rows of an output tile: row t is row t % tile_rows of tile
-    long long out_tile; // t / tile_rows, which begins out_tile vectors behind the one before
+    // 0, or the rows of an output tile of "packed n": row t is row r = t % tile_rows of tile
+    // t / tile_rows, tiles begin out_tile vectors apart, and a tile's vector of columns 8c..8c+7 lies
+    // at (c/8*tile_rows + r)*8 + (c%8 ^ r%8). out_row and out_column mean nothing then.
+    int tile_rows;
+    long long out_tile;
+    unsigned *zero; // words to clear for the next kernel
+    int zero_count;
 } ctxkv_norms_params;
 
 #define CTXKV_RMS_COPY 128u // no norm: out = x
@@ -48,8 +53,10 @@ typedef struct {
     int threads;
     float eps;
     unsigned flags; // CTXKV_NORMS_X_BY2, CTXKV_RMS_COPY
-    int tile_rows;  // as above
+    int tile_rows;  // these as above
     long long out_tile;
+    unsigned *zero;
+    int zero_count;
 } ctxkv_rms_params;
 
 // ---- projection ----
