@@ -7,7 +7,7 @@
 
 #include "ctxkv/ctxkv.h"
 
-// Every call waits for its own work, except copy and the event calls, which only enqueue on the
+// Every call waits for its own work, except copy, which only enqueues on the
 // default stream. Failures leave a sentence in ctxkv_last_error().
 typedef struct ctxkv_memory_ops {
     ctxkv_status (*alloc)(ctxkv_device *device, size_t bytes, void **address);

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// ctxkv bench: how fast each step and the whole chain are on this machine.
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench.h"
+#include "file.h"
+
+enum {
+    KEY_HEADS = 300,
+    KEY_ROWS,
+    KEY_LAYERS,
+    KEY_FAMILY,
+    KEY_HIDDEN,
+    KEY_DIM,
+    KEY_JSON,
+    KEY_CSV,
+    KEY_COMPARE,
+    KEY_TOLERANCE,
+    KEY_SECONDS
+};
+
+static error_t check(bench *all) {
+    if (!all->hidden_size) all->hidden_size = all->family ? 4096 : 8192;
+    if (!all->head_dim) all->head_dim = all->family ? 128 : 64;
+    if (!all->family && (all->hidden_size != 8192 || all->head_dim != 64)) {
+        cli_fail("--hidden-size, --head-dim: must be 8192 and 64 for --family muse");
+        return CLI_REPORTED;
+    }
+    return 0;
+}
+
+static error_t parse(int key, char *text, struct argp_state *state) {
+    static const char *const families[] = {"muse", "qwen3", NULL};
+    bench *all = state->input;
+    switch (key) {
+    case ARGP_KEY_INIT:
+        state->child_inputs[0] = &all->options;
+        return 0;
+    case KEY_HEADS:
+        return cli_list("--heads", text, 1, 1024, all->heads, 16, &all->head_count);
+    case KEY_ROWS:
+        return cli_list("--rows", text, 1, 1 << 20, all->rows, 16, &all->row_count);
+    case KEY_LAYERS:
+        return cli_integer("--layers", text, 1, 64, &all->layers);
+    case KEY_FAMILY:
+        return cli_choice("--family", text, families, &all->family);
+    case KEY_HIDDEN:
+        return cli_integer("--hidden-size", text, 16, 65536, &all->hidden_size);
+    case KEY_DIM:
+        return cli_integer("--head-dim", text, 64, 512, &all->head_dim);
+    case KEY_JSON:
+        all->json = text;
+        return 0;
+    case KEY_CSV:
+        all->csv = true;
+        return 0;
+    case KEY_COMPARE:
+        all->compare = text;
+        return 0;
+    case KEY_TOLERANCE:
+        return cli_number("--tolerance", text, 0, 100, &all->tolerance);
+    case KEY_SECONDS:
+        return cli_number("--seconds", text, 0.001, 600, &all->seconds);
+    case ARGP_KEY_ARG:
+        return cli_extra(text);
+    case ARGP_KEY_END:
+        return check(all);
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static const struct argp_option options[] = {
+    {"heads", KEY_HEADS, "N,...", 0, "KV heads of a rank (default 2,16; qwen3: 1,8)", 0},
+    {"rows", KEY_ROWS, "N,...", 0, "Context rows (default 1,8,64,1024)", 0},
+    {"layers", KEY_LAYERS, "N", 0, "Draft layers (default 5)", 0},
+    {"family", KEY_FAMILY, "muse|qwen3", 0, "Kind of draft (default muse)", 0},
+    {"hidden-size", KEY_HIDDEN, "N", 0, "Columns of a row (muse: 8192; qwen3: default 4096)", 0},
+    {"head-dim", KEY_DIM, "N", 0, "Columns of a head (muse: 64; qwen3: default 128)", 0},
+    {"json", KEY_JSON, "FILE", 0, "Write the results as JSON, too", 1},
+    {"csv", KEY_CSV, NULL, 0, "Print comma-separated values instead of a table", 1},
+    {"compare", KEY_COMPARE, "OLD.json", 0,
+     "Print the ratio to an earlier --json file; exit with 1 where one is beyond the tolerance", 1},
+    {"tolerance", KEY_TOLERANCE, "X", 0, "Share by which a median may grow (default 0.10)", 1},
+    {"seconds", KEY_SECONDS, "S", 0, "Time of one measurement (default 0.3)", 1},
+    {0}};
+static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
+static const struct argp bench_argp = {
+    .options = options,
+    .parser = parse,
+    .children = children,
+    .doc = "Measures norms, projection, store and the whole chain: medians with p10 and p90 over "
+           "buffers that rotate beyond the cache, after a warm-up and after the chain's bytes were "
+           "compared with the scalar tier's. Bytes are those that must move (weights, inputs, "
+           "outputs); the last column is their rate as a share of the copy bandwidth that all "
+           "threads reach in the same run (bytes read plus written)."};
+
+static void set_defaults(bench *all) {
+    static const int64_t heads[2][2] = {{2, 16}, {1, 8}}, rows[] = {1, 8, 64, 1024};
+    if (!all->head_count) {
+        memcpy(all->heads, heads[all->family], sizeof heads[0]);
+        all->head_count = 2;
+    }
+    if (!all->row_count) {
+        memcpy(all->rows, rows, sizeof rows);
+        all->row_count = 4;
+    }
+}
+
+static bool probe_json(const char *path) {
+    io_writer writer;
+    io_error error;
+    if (!path) return true;
+    if (!io_writer_open(&writer, path, &error)) {
+        cli_fail("--json: %s", error.text);
+        return false;
+    }
+    io_writer_abort(&writer);
+    return true;
+}
+
+static int finish(bench *all, const void *old) {
+    int matched = 0, slower = 0;
+    for (size_t i = 0; i < all->count; ++i) {
+        matched += all->results[i].old > 0;
+        slower += all->results[i].old > 0 &&
+                  all->results[i].median > all->results[i].old * (1 + all->tolerance);
+    }
+    if (!bench_write_json(all)) return 2;
+    if (!old) return 0;
+    if (!matched) return cli_fail("--compare: %s holds none of these measurements", all->compare);
+    if (!all->csv) {
+        printf(
+            "%d of %d measurements slower than in %s by more than %g %%\n", slower, matched,
+            all->compare, 100 * all->tolerance);
+    }
+    return slower ? 1 : 0;
+}
+
+static int execute(bench *all) {
+    void *old = NULL;
+    all->host = (cli_place){.where = {kDLCPU, 0}};
+    all->results =
+        calloc((size_t)all->head_count * (size_t)all->row_count * 4, sizeof *all->results);
+    if (!all->results) return cli_fail("out of memory");
+    int status = 2;
+    if (probe_json(all->json) && bench_load_old(all, &old) &&
+        cli_place_open(&all->place, &all->options)) {
+        bool ok = bench_copy(all);
+        if (ok) bench_print_header(all);
+        size_t shown = 0;
+        for (int i = 0; ok && i < all->head_count; ++i) {
+            ok = bench_heads(all, all->heads[i]);
+            cli_progress_clear();
+            for (; ok && shown < all->count; ++shown) {
+                bench_match_old(&all->results[shown], old);
+                bench_print(all, &all->results[shown]);
+            }
+        }
+        if (ok) status = finish(all, old);
+        cli_place_reset(&all->host);
+        cli_place_close(&all->place);
+    }
+    bench_free_old(old);
+    free(all->results);
+    return status;
+}
+
+static int run(int argc, char **argv) {
+    bench all = {.layers = 5, .tolerance = 0.1, .seconds = 0.3};
+    cli_options_init(&all.options);
+    int status = cli_parse(&bench_argp, argc, argv, &all);
+    if (status) return status;
+    set_defaults(&all);
+    return execute(&all);
+}
+
+const cli_command cli_bench = {"bench", "Measure each step and the whole chain", &bench_argp, run};

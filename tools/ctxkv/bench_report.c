@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tables, JSON and comparison of bench results.
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench.h"
+#include "file.h"
+
+static const char *device_text(const bench *all, char *to, size_t size) {
+    const ctxkv_device_info *info = &all->place.info;
+    if (all->place.memory) {
+        snprintf(to, size, "%s, sm_%d", info->name, info->cuda_arch);
+    } else {
+        snprintf(
+            to, size, "%s, %s tier, %d threads", info->name, cli_tier_name(info->cpu_used),
+            info->threads);
+    }
+    return to;
+}
+
+void bench_print_header(const bench *all) {
+    char text[256];
+    if (all->csv) {
+        puts(
+            "op,heads,rows,layers,hidden_size,head_dim,median_us,p10_us,p90_us,samples,gmac_s,gb_s,"
+            "copy_share,ratio");
+        return;
+    }
+    printf("%s; copy %.1f GB/s\n", device_text(all, text, sizeof text), all->copy);
+    printf(
+        "%-10s %5s %6s %12s %12s %12s %9s %8s %8s%s\n", "op", "heads", "rows", "median us", "p10",
+        "p90", "GMAC/s", "GB/s", "of copy", all->compare ? "  new/old" : "");
+}
+
+void bench_print(const bench *all, const bench_result *r) {
+    double ratio = r->old > 0 ? r->median / r->old : 0;
+    if (all->csv) {
+        printf(
+            "%s,%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64
+            ",%.3f,%.3f,%.3f,%d,%.4f,%.4f,%.4f,",
+            r->op, r->heads, r->rows, r->layers, r->hidden_size, r->head_dim, r->median, r->p10,
+            r->p90, r->samples, r->gmac, r->gigabytes, r->share);
+        printf(ratio > 0 ? "%.4f\n" : "\n", ratio);
+        return;
+    }
+    char gmac[32] = "-";
+    if (r->gmac > 0) snprintf(gmac, sizeof gmac, "%.2f", r->gmac);
+    printf(
+        "%-10s %5" PRId64 " %6" PRId64 " %12.2f %12.2f %12.2f %9s %8.2f %6.0f %%", r->op, r->heads,
+        r->rows, r->median, r->p10, r->p90, gmac, r->gigabytes, 100 * r->share);
+    if (ratio > 0) printf("%9.3f", ratio);
+    putchar('\n');
+    fflush(stdout);
+}
+
+static json_t *result_json(const bench_result *r) {
+    return json_pack(
+        "{s:s, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:i, s:f, s:f, s:f}", "op", r->op, "heads",
+        (json_int_t)r->heads, "rows", (json_int_t)r->rows, "layers", (json_int_t)r->layers,
+        "hidden_size", (json_int_t)r->hidden_size, "head_dim", (json_int_t)r->head_dim, "median_us",
+        r->median, "p10_us", r->p10, "p90_us", r->p90, "samples", r->samples, "gmac_s", r->gmac,
+        "gb_s", r->gigabytes, "copy_share", r->share);
+}
+
+bool bench_write_json(const bench *all) {
+    if (!all->json) return true;
+    const ctxkv_device_info *info = &all->place.info;
+    json_t *list = json_array();
+    for (size_t i = 0; i < all->count; ++i) {
+        json_array_append_new(list, result_json(&all->results[i]));
+    }
+    json_t *root = json_pack(
+        "{s:s, s:s, s:s, s:s, s:i, s:f, s:o}", "version", ctxkv_version(), "device",
+        all->place.memory ? "cuda" : "cpu", "name", info->name, "tier",
+        all->place.memory ? "cuda" : cli_tier_name(info->cpu_used), "threads", info->threads,
+        "copy_gb_s", all->copy, "results", list);
+    char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(8)) : NULL;
+    io_writer writer;
+    io_error error = {"the results cannot be made into JSON"};
+    bool ok = text && io_writer_open(&writer, all->json, &error);
+    if (ok && io_writer_write(&writer, text, strlen(text), &error) &&
+        io_writer_write(&writer, "\n", 1, &error)) {
+        ok = io_writer_commit(&writer, &error);
+    } else if (ok) {
+        io_writer_abort(&writer);
+        ok = false;
+    }
+    if (!ok) cli_fail("--json: %s", error.text);
+    free(text);
+    json_decref(root);
+    return ok;
+}
+
+bool bench_load_old(bench *all, void **old) {
+    io_map map;
+    io_error error;
+    json_error_t problem;
+    if (!all->compare) return true;
+    if (!io_map_open(&map, all->compare, &error)) {
+        cli_fail("--compare: %s", error.text);
+        return false;
+    }
+    json_t *root = map.size ? json_loadb((const char *)map.data, map.size, 0, &problem) : NULL;
+    io_map_close(&map);
+    bool ok = json_is_array(json_object_get(root, "results"));
+    if (!ok) cli_fail("--compare: %s: must be a file written by bench --json", all->compare);
+    if (!ok) json_decref(root);
+    *old = ok ? root : NULL;
+    return ok;
+}
+
+static bool same(const json_t *item, const char *key, int64_t value) {
+    const json_t *number = json_object_get(item, key);
+    return json_is_integer(number) && json_integer_value(number) == value;
+}
+
+void bench_match_old(bench_result *r, const void *old) {
+    size_t index;
+    const json_t *item;
+    json_array_foreach(json_object_get(old, "results"), index, item) {
+        const char *op = json_string_value(json_object_get(item, "op"));
+        if (op && !strcmp(op, r->op) && same(item, "heads", r->heads) &&
+            same(item, "rows", r->rows) && same(item, "layers", r->layers) &&
+            same(item, "hidden_size", r->hidden_size) && same(item, "head_dim", r->head_dim)) {
+            r->old = json_number_value(json_object_get(item, "median_us"));
+        }
+    }
+}
+
+void bench_free_old(void *old) {
+    json_decref((json_t *)old);
+}

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+# Writes FOLDER's csv files as C arrays: the golden cases that selftest has built in.
+file(GLOB files ${FOLDER}/*.csv)
+list(SORT files)
+set(text "// Made by embed.cmake.\n#include \"golden_data.h\"\n\n")
+set(table "")
+set(index 0)
+foreach(file ${files})
+  get_filename_component(name ${file} NAME)
+  file(READ ${file} bytes HEX)
+  string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${bytes}")
+  string(APPEND text "static const unsigned char file${index}[] = {${bytes}0};\n")
+  string(APPEND table "    {\"${name}\", file${index}, sizeof file${index} - 1},\n")
+  math(EXPR index "${index} + 1")
+endforeach()
+string(APPEND text "\nconst golden_file golden_files[] = {\n${table}    {0, 0, 0}};\n")
+file(WRITE ${OUT} "${text}")

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// ctxkv verify: two cache files, bit by bit.
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cli.h"
+#include "safetensors.h"
+
+typedef struct verify_args {
+    const char *paths[2];
+} verify_args;
+
+static error_t parse(int key, char *text, struct argp_state *state) {
+    verify_args *args = state->input;
+    switch (key) {
+    case ARGP_KEY_ARG:
+        if (state->arg_num > 1) return cli_extra(text);
+        args->paths[state->arg_num] = text;
+        return 0;
+    case ARGP_KEY_END:
+        if (state->arg_num > 1) return 0;
+        cli_fail("%u files given, must be two to compare", state->arg_num);
+        return CLI_REPORTED;
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static const struct argp verify_argp = {
+    .parser = parse,
+    .args_doc = "A B",
+    .doc = "Compares two files written by `ctxkv run' bit by bit. Exits with 1 at a difference, "
+           "after telling the first one and the counts."};
+
+// The number of layers kv_cache.0, 1, ... checked; -1 after cli_fail.
+static int64_t count_layers(const io_safetensors *file) {
+    int64_t layers = 0;
+    for (;; ++layers) {
+        char name[40];
+        snprintf(name, sizeof name, "kv_cache.%" PRId64, layers);
+        const io_tensor *tensor = io_safetensors_find(file, name);
+        if (!tensor) break;
+        if (tensor->dtype != IO_BF16 || tensor->rank != 4 || tensor->shape[3] % 2) {
+            cli_fail(
+                "%s: tensor '%s' is %s %s, must be BF16 [num_blocks, heads, block_size, "
+                "2*head_dim]",
+                file->path, name, io_dtype_name(tensor->dtype),
+                io_shape(tensor->shape, tensor->rank).text);
+            return -1;
+        }
+    }
+    if (layers) return layers;
+    cli_fail("%s: holds no tensor 'kv_cache.0', must be a file written by ctxkv run", file->path);
+    return -1;
+}
+
+static uint16_t word(const uint8_t *data, uint64_t index) {
+    uint16_t value;
+    memcpy(&value, data + 2 * index, sizeof value);
+    return value;
+}
+
+static void tell_first(int64_t layer, const io_tensor *a, const io_tensor *b, uint64_t index) {
+    uint64_t width = (uint64_t)a->shape[3], half = width / 2, rest = index / width;
+    uint64_t column = index % width, size = (uint64_t)a->shape[2], heads = (uint64_t)a->shape[1];
+    printf(
+        "differ: first at layer %" PRId64 ", block %" PRIu64 ", offset %" PRIu64 ", head %" PRIu64
+        ", %s, column %" PRIu64 ": A has 0x%04x, B has 0x%04x\n",
+        layer, rest / size / heads, rest % size, rest / size % heads, column < half ? "K" : "V",
+        column % half, word(a->data, index), word(b->data, index));
+}
+
+// Counts differing elements of one layer; tells the first if none was told before.
+static uint64_t compare_layer(
+    int64_t layer, const io_tensor *a, const io_tensor *b, bool *told, uint64_t parts[2]) {
+    uint64_t width = (uint64_t)a->shape[3], total = a->bytes / 2, count = 0;
+    parts[0] = parts[1] = 0;
+    if (!total || !memcmp(a->data, b->data, a->bytes)) return 0;
+    for (uint64_t i = 0; i < total; ++i) {
+        if (word(a->data, i) == word(b->data, i)) continue;
+        if (!*told) tell_first(layer, a, b, i);
+        *told = true;
+        ++count;
+        ++parts[i % width >= width / 2];
+    }
+    return count;
+}
+
+static int compare(const io_safetensors *a, const io_safetensors *b) {
+    int64_t layers = count_layers(a), others = layers < 0 ? -1 : count_layers(b);
+    if (others < 0) return 2;
+    if (layers != others) {
+        return cli_fail(
+            "%s: %" PRId64 " layers, must be %" PRId64 " as in %s", b->path, others, layers,
+            a->path);
+    }
+    char name[40];
+    for (int64_t layer = 0; layer < layers; ++layer) {
+        snprintf(name, sizeof name, "kv_cache.%" PRId64, layer);
+        const io_tensor *left = io_safetensors_find(a, name);
+        const io_tensor *right = io_safetensors_find(b, name);
+        if (memcmp(left->shape, right->shape, 4 * sizeof *left->shape)) {
+            return cli_fail(
+                "%s: tensor '%s' has shape %s, must be %s as in %s", b->path, name,
+                io_shape(right->shape, 4).text, io_shape(left->shape, 4).text, a->path);
+        }
+    }
+    uint64_t total = 0, differing = 0;
+    bool told = false;
+    for (int64_t layer = 0; layer < layers; ++layer) {
+        snprintf(name, sizeof name, "kv_cache.%" PRId64, layer);
+        const io_tensor *left = io_safetensors_find(a, name);
+        uint64_t parts[2];
+        uint64_t count = compare_layer(layer, left, io_safetensors_find(b, name), &told, parts);
+        if (count) {
+            printf(
+                "layer %" PRId64 ": %" PRIu64 " of %" PRIu64 " elements differ (K %" PRIu64
+                ", V %" PRIu64 ")\n",
+                layer, count, left->bytes / 2, parts[0], parts[1]);
+        }
+        total += left->bytes / 2;
+        differing += count;
+    }
+    if (!differing) {
+        printf("equal: %" PRId64 " layers, %" PRIu64 " elements\n", layers, total);
+        return 0;
+    }
+    printf("%" PRIu64 " of %" PRIu64 " elements differ\n", differing, total);
+    return 1;
+}
+
+static int run(int argc, char **argv) {
+    verify_args args = {{0}};
+    int status = cli_parse(&verify_argp, argc, argv, &args);
+    if (status) return status;
+    io_error error;
+    io_safetensors files[2];
+    if (!io_safetensors_open(&files[0], args.paths[0], &error)) return cli_fail("%s", error.text);
+    if (!io_safetensors_open(&files[1], args.paths[1], &error)) {
+        io_safetensors_close(&files[0]);
+        return cli_fail("%s", error.text);
+    }
+    status = compare(&files[0], &files[1]);
+    io_safetensors_close(&files[0]);
+    io_safetensors_close(&files[1]);
+    return status;
+}
+
+const cli_command cli_verify = {"verify", "Compare two cache files bit by bit", &verify_argp, run};
