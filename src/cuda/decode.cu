@@ -5,10 +5,10 @@
 //   kv[t][n] = BF16(chain over k16 steps of mma16(x[t], w[n], acc)), acc = +0    (SPEC 3.3)
 //
 // A CTA has tile_rows weight rows and batch_rows rows of x, and walks all of K: x is the M operand
-// (64 rows, those past batch_rows are noise), the weights are N. A ring of stages in shared memory is
-// filled by bulk copies, one contiguous piece per operand and stage; CTAs of a cluster that want the
-// same bytes fetch a share each and hand it to all. Weights are on their way before the launch wait.
-// docs/op/decode.md: the layouts, why this shape, what was measured.
+// (64 rows, those past batch_rows are noise), the weights are N. A ring of stages in shared memory
+// is filled by bulk copies, one contiguous piece per operand and stage; CTAs of a cluster that want
+// the same bytes fetch a share each and hand it to all. Weights are on their way before the launch
+// wait. docs/op/decode.md: the layouts, why this shape, what was measured.
 #include "decode_async.cuh"
 #include "decode_head.cuh"
 #include "decode_params.h"
