@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The projection for T <= 64 with K norm, RoPE and cache insert behind it, in one kernel (sm_90a).
+// The projection for T <= 64 with K norm, RoPE and cache insert behind it, in one kernel.
 // archs: 90a
 //
 //   kv[t][n] = BF16(chain over k16 steps of mma16(x[t], w[n], acc)), acc = +0    (SPEC 3.3)
 //
 // A CTA has tile_rows weight rows and batch_rows rows of x, and walks all of K: x is the M operand
-// (64 rows, those past batch_rows are noise), the weights are N. Two rings of stages in shared
-// memory are filled by bulk copies, one contiguous piece a stage; CTAs of a cluster that want the
-// same bytes fetch a share each and hand it to all. Weights are on their way before the launch
-// wait. See docs/op/decode.md for the layouts and why.
+// (64 rows, those past batch_rows are noise), the weights are N. A ring of stages in shared memory
+// is filled by bulk copies, one contiguous piece per operand and stage; CTAs of a cluster that want
+// the same bytes fetch a share each and hand it to all. Weights are on their way before the launch
+// wait. docs/op/decode.md: the layouts, why this shape, what was measured.
 #include "decode_async.cuh"
 #include "decode_head.cuh"
 #include "decode_params.h"
@@ -155,7 +155,7 @@ static __device__ __forceinline__ void each_output(
     }
 }
 
-// Counts this CTA in for head number `n` of those it touches; says whether it is the last.
+// Counts this CTA in for a head that it has columns of; says whether it is the last.
 static __device__ __forceinline__ bool arrive_at_head(
     const ctxkv_decode_params &p, const where &o, int head) {
     const int first = head * p.head_dim / p.tile_rows;

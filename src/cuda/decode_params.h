@@ -17,8 +17,9 @@
 // The kernels: columns of an MMA, steps of a stage.
 #define CTXKV_DECODE_SHAPES(X)                                                                     \
     X(8, 32)                                                                                       \
-    X(8, 16) X(16, 32) X(16, 16) X(24, 32) X(24, 16) X(32, 32) X(32, 16) X(48, 16) X(64, 16)       \
-        X(64, 8) X(96, 8) X(128, 8)
+    X(8, 16)                                                                                       \
+    X(16, 32) X(16, 16) X(24, 32) X(24, 16) X(32, 32) X(32, 16) X(48, 16) X(64, 16) X(64, 8)       \
+        X(96, 8) X(128, 8)
 
 #define CTXKV_DECODE_ROPE_NONE 0u
 #define CTXKV_DECODE_ROPE_GPTJ 1u

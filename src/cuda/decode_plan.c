@@ -42,7 +42,7 @@ static int tile_rows(const struct ctxkv__decode_shape *s, int64_t blocks) {
         s->num_layers < CTXKV_DECODE_LAYERS ? s->num_layers : CTXKV_DECODE_LAYERS;
     const int64_t columns = columns_of(s);
     int64_t tiles = blocks / layers;
-    if (tiles < 1) tiles = 1;
+    tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
     int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
     rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
     if (rows > 128) rows = 128;
