@@ -15,11 +15,11 @@
 #define CTXKV_DECODE_SHARED_PAD 1024 // what an MMA may read past the last stage
 
 // The kernels: columns of an MMA, steps of a stage.
+// clang-format off
 #define CTXKV_DECODE_SHAPES(X)                                                                     \
-    X(8, 32)                                                                                       \
-    X(8, 16)                                                                                       \
-    X(16, 32) X(16, 16) X(24, 32) X(24, 16) X(32, 32) X(32, 16) X(48, 16) X(64, 16) X(64, 8)       \
-        X(96, 8) X(128, 8)
+    X(8, 32) X(8, 16) X(16, 32) X(16, 16) X(24, 32) X(24, 16) X(32, 32) X(32, 16)                  \
+    X(48, 16) X(64, 16) X(64, 8) X(96, 8) X(128, 8)
+// clang-format on
 
 #define CTXKV_DECODE_ROPE_NONE 0u
 #define CTXKV_DECODE_ROPE_GPTJ 1u
