@@ -10,7 +10,7 @@
 #include <time.h>
 
 #define MAX_LINES 64
-#define COPY_BYTES ((size_t)128 << 20)
+#define COPY_BYTES ((size_t)48 << 20)
 
 struct line {
     struct timing timing;
@@ -63,7 +63,7 @@ int bench_run(
     size_t count = 1;
     char *memory = bench_memory(2 * COPY_BYTES);
     memset(memory, 1, 2 * COPY_BYTES);
-    lines[0].timing = (struct timing){"memcpy 128 MiB", 2.0 * COPY_BYTES, 0, copy, memory};
+    lines[0].timing = (struct timing){"memcpy 48 MiB", 2.0 * COPY_BYTES, 0, copy, memory};
     for (size_t i = 0; i < tier_count; i++) {
         if (tiers[i].tier == 1) continue; // the truth is not made to be fast
         for (size_t o = 0; o < op_count; o++) {

@@ -160,6 +160,7 @@ static void one_case(struct check *c) {
     make_inputs(c, &m);
     for (int64_t l = 0; l < a->num_layers; l++) make_cache(c, &m, l);
     a->slots = m.slots;
+    a->stream = check_chance(c, 50);
     check_tell(
         c,
         "head_dim=%lld H=%lld L=%lld T=%lld norm=%s rope=%s rotary=%lld eps=%g k+%lld v+%lld "
@@ -241,7 +242,8 @@ static void make_operands(struct operands *o, int64_t rows) {
         .v_row_stride = row,
         .v_head_stride = 64,
         .caches = o->caches,
-        .slots = o->slots};
+        .slots = o->slots,
+        .stream = rows >= 64};
     for (int l = 0; l < BENCH_L; l++) {
         int64_t block = 2 * 64 * page * BENCH_H;
         uint16_t *storage = bench_memory((size_t)(blocks * block) * 2);
