@@ -37,7 +37,7 @@ static uint16_t x[MAX_COUNT], out[3 * MAX_COUNT], gains[4 * 8192];
 
 static void norms(int64_t d, ctxkv_norm_kind kind, ctxkv_numerics numerics, int input, int noise) {
     enum { T = 9, L = 2 };
-    struct tensor h, l, xt, ot;
+    struct tensor h, l, xt, dt;
     ctxkv_norms_desc n;
     ctxkv_norms_desc_init(&n);
     fill(x, (size_t)(T * d), 1, noise);
@@ -56,7 +56,7 @@ static void norms(int64_t d, ctxkv_norm_kind kind, ctxkv_numerics numerics, int 
     must(ctxkv_norms_create(place.device, &n, &plan));
     must(ctxkv_norms_run(
         plan, tensor_on(&xt, &place, x, BF16, 2, DIMS(T, d), 0),
-        tensor_on(&ot, &place, out, BF16, 3, DIMS(L, T, d), 0), 0));
+        tensor_on(&dt, &place, out, BF16, 3, DIMS(L, T, d), 0), 0));
     add(out, (size_t)(L * T * d) * 2);
     ctxkv_norms_destroy(plan);
 }
@@ -64,7 +64,7 @@ static void norms(int64_t d, ctxkv_norm_kind kind, ctxkv_numerics numerics, int 
 static void projection(int64_t d, int noise) {
     enum { T = 13, L = 2, C = 2 * N };
     static uint16_t w[L * C * 1024], bias[L * C];
-    struct tensor wt, bt, xt, ot;
+    struct tensor wt, bt, xt, dt;
     ctxkv_projection_desc p;
     ctxkv_projection_desc_init(&p);
     fill(x, (size_t)(L * T * d), 3, noise);
@@ -81,7 +81,7 @@ static void projection(int64_t d, int noise) {
     must(ctxkv_projection_create(place.device, &p, &plan));
     must(ctxkv_projection_run(
         plan, tensor_on(&xt, &place, x, BF16, 3, DIMS(L, T, d), 0),
-        tensor_on(&ot, &place, out, BF16, 3, DIMS(L, T, C), 0), 0));
+        tensor_on(&dt, &place, out, BF16, 3, DIMS(L, T, C), 0), 0));
     add(out, L * T * C * 2);
     ctxkv_projection_destroy(plan);
 }
