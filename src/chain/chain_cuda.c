@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chain on a CUDA device: norms, projection, store, one workspace; a run only launches.
 #include <stdlib.h>
+#include <string.h>
 
 #include "../device/cublas.h"
 #include "chain_ways.h"
@@ -11,6 +12,13 @@ struct chain_gpu {
     struct ctxkv__prefill *prefill;
     struct ctxkv__decode *decode;
 };
+
+// CTXKV_CHAIN_WAYS names the ways that may be taken beside the three parts ("decode", "prefill", or
+// "none"), for measuring and for finding a fault; unset, all. Read when a chain is made.
+static bool way_allowed(const char *name) {
+    const char *ways = getenv("CTXKV_CHAIN_WAYS");
+    return !ways || strstr(ways, name);
+}
 
 static size_t padded(size_t bytes) {
     return (bytes + 255) / 256 * 256;
@@ -39,8 +47,8 @@ ctxkv_status ctxkv__cuda_chain_create(struct ctxkv_chain *plan) {
         status =
             ctxkv__gpu_alloc(gpu, plan->workspace_size, "the chain's workspace", &g->workspace);
     }
-    if (!status) status = ctxkv__prefill_create(plan, &g->prefill);
-    if (!status) status = ctxkv__decode_create(plan, &g->decode);
+    if (!status && way_allowed("prefill")) status = ctxkv__prefill_create(plan, &g->prefill);
+    if (!status && way_allowed("decode")) status = ctxkv__decode_create(plan, &g->decode);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }

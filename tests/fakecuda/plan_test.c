@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUDA devices and plans against the fake driver: every failing call, captures, launches, leaks.
+#define _POSIX_C_SOURCE 200809L
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -317,6 +318,25 @@ static void few_rows_take_the_decode_kernels(void **state) {
     ctxkv_device_close(p.device);
 }
 
+static void ways_can_be_named(void **state) {
+    (void)state;
+    const char *ways[] = {"none", "prefill", "decode"};
+    for (int i = 0; i < 3; i++) {
+        struct parts p;
+        setenv("CTXKV_CHAIN_WAYS", ways[i], 1);
+        assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+        assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+        assert_int_equal(bind(p.chain, 0), CTXKV_OK);
+        assert_int_equal(run_rows(p.chain, FEW_ROWS, 0), CTXKV_OK);
+        assert_int_equal(strstr(fake.launch[1].kernel, "decode") != 0, i == 2);
+        assert_int_equal(run_rows(p.chain, MOST_ROWS, 0), CTXKV_OK);
+        assert_int_equal(strstr(fake.launch[3].kernel, "prefill") != 0, i == 1);
+        ctxkv_chain_destroy(p.chain);
+        ctxkv_device_close(p.device);
+    }
+    unsetenv("CTXKV_CHAIN_WAYS");
+}
+
 // A GPU short of memory for the packed weights has the chain all the same.
 static void no_room_for_packed_weights(void **state) {
     (void)state;
@@ -506,6 +526,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(runs_only_launch, setup, teardown),
         cmocka_unit_test_setup_teardown(parameters_arrive, setup, teardown),
         cmocka_unit_test_setup_teardown(few_rows_take_the_decode_kernels, setup, teardown),
+        cmocka_unit_test_setup_teardown(ways_can_be_named, setup, teardown),
         cmocka_unit_test_setup_teardown(no_room_for_packed_weights, setup, teardown),
         cmocka_unit_test_setup_teardown(many_rows_take_the_prefill_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(odd_caches_take_the_other_kernel, setup, teardown),
