@@ -44,8 +44,8 @@ static ctxkv_status no_code(const struct ctxkv__cuda_device *gpu, int module, CU
 
 static ctxkv_status load_module(struct ctxkv__cuda_device *gpu, int module) {
     if (gpu->modules[module]) return CTXKV_OK;
-    CUresult result = gpu->cu->cuLibraryLoadData(
-        &gpu->modules[module], modules[module].code, 0, 0, 0, 0, 0, 0);
+    CUresult result =
+        gpu->cu->cuLibraryLoadData(&gpu->modules[module], modules[module].code, 0, 0, 0, 0, 0, 0);
     if (!result) return CTXKV_OK;
     gpu->modules[module] = 0;
     switch ((int)result) {

@@ -191,8 +191,8 @@ static CUresult f_cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *st
 static CUresult f_cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
     // Going back cannot fail: there would be nothing left to do.
     if (*mode == CU_STREAM_CAPTURE_MODE_RELAXED) STEP(cuThreadExchangeStreamCaptureMode);
-    CUstreamCaptureMode old = fake.relaxed ? CU_STREAM_CAPTURE_MODE_RELAXED
-                                           : CU_STREAM_CAPTURE_MODE_GLOBAL;
+    CUstreamCaptureMode old =
+        fake.relaxed ? CU_STREAM_CAPTURE_MODE_RELAXED : CU_STREAM_CAPTURE_MODE_GLOBAL;
     fake.relaxed = *mode == CU_STREAM_CAPTURE_MODE_RELAXED;
     *mode = old;
     return 0;
@@ -362,6 +362,5 @@ static int b_gemm(
     fake.gemm_rows = n;
     return sane ? 0 : 7;
 }
-const struct ctxkv__cublas fake_cublas = {b_create,     b_destroy,       b_version,
-                                          b_set_stream, b_set_workspace, b_gemm,
-                                          0};
+const struct ctxkv__cublas fake_cublas = {b_create,        b_destroy, b_version, b_set_stream,
+                                          b_set_workspace, b_gemm,    0};
