@@ -306,7 +306,7 @@ ctxkv_status ctxkv__cuda_store_faults(
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const struct store_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
-    ctxkv_fault_record found;
+    ctxkv_fault_record found = {0};
     static const ctxkv_fault_record none;
     ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "reading the faults");
     if (status) return status;

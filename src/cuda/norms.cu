@@ -4,8 +4,8 @@
 //   v = input_scale ? x*g : x;  s = sum v^2;  r = rsqrt_ftz(s/D + eps);  y = r*v, then *g unless
 //   input_scale;  BF16(y)
 //
-// 256 threads own a row: thread t holds columns 8t + 2048k + e, as the order of the sum asks. Without
-// input scale (not SCALED) the layers share the second sum, for h is the same. Four shapes:
+// 256 threads own a row: thread t holds columns 8t + 2048k + e, as the order of the sum asks.
+// Without input scale (not SCALED) the layers share the second sum, for h is the same. Four shapes:
 //   few   one block is one row of one layer, all gains in registers before x may be read
 //   some  a block is a group of rows; the gains of its layers are on their way to shared memory
 //         before x may be read; loops when there are more rows
@@ -23,8 +23,7 @@
 enum { PAIR = 0, PACKED = 1 };
 
 // The thread's 32 squares by the order's tree.
-template <int ORDER>
-static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
+template <int ORDER> static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
     float p[16];
     if (ORDER == PAIR) {
 #pragma unroll
@@ -58,8 +57,8 @@ static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
 // The row's sum: lanes by butterfly, then its 8 warps. `row` names the block's row group, whose
 // threads meet at a barrier of their own.
 template <int ORDER>
-static __device__ __forceinline__ float
-row_sum(const float *q, bool fuse, float *warp_sums, int row_group) {
+static __device__ __forceinline__ float row_sum(
+    const float *q, bool fuse, float *warp_sums, int row_group) {
     float s = thread_sum<ORDER>(q, fuse);
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 7;
     s = add_rn(s, lane_xor(s, 16));
@@ -102,8 +101,10 @@ static __device__ __forceinline__ void load_row(const u16 *x, uint4 *w) {
 // Eight gains from column `first`, and a thread's 32.
 template <bool FP32>
 static __device__ __forceinline__ void gains8(const void *g, i64 first, float *v) {
-    if (FP32) load8_const((const float *)g + first, v);
-    else bf16_unpack8(load16_const((const u16 *)g + first), v);
+    if (FP32)
+        load8_const((const float *)g + first, v);
+    else
+        bf16_unpack8(load16_const((const u16 *)g + first), v);
 }
 template <bool FP32>
 static __device__ __forceinline__ void load_gains(const void *g, i64 first, float *v) {
@@ -117,8 +118,7 @@ static __device__ __forceinline__ void hidden_norm(
     const ctxkv_norms_params &p, const float *g, float *h, float *warp_sums, int row_group) {
     const bool input = p.flags & CTXKV_NORMS_HIDDEN_INPUT;
     if (input) scale_by(g, h);
-    const float s =
-        row_sum<ORDER>(h, p.flags & CTXKV_NORMS_HIDDEN_FUSE, warp_sums, row_group);
+    const float s = row_sum<ORDER>(h, p.flags & CTXKV_NORMS_HIDDEN_FUSE, warp_sums, row_group);
     scale(root(s, p.hidden_eps), h);
     if (!input) scale_by(g, h);
     round_row(h);
@@ -130,10 +130,21 @@ struct place {
 };
 static __device__ __forceinline__ place place_of(const ctxkv_norms_params &p, i64 row, int t) {
     place o;
-    o.base = (char *)p.out + (row * p.out_row + t * p.out_column) * 16;
+    i64 vector = row * p.out_row + t * p.out_column, chunk = p.out_column * (STEP / 8);
+    if (p.tile_rows) {
+        const u32 tile = (u32)row / (u32)p.tile_rows, r = (u32)row - tile * p.tile_rows;
+        vector = tile * p.out_tile + ((t / 8) * p.tile_rows + r) * 8 + ((t ^ r) & 7);
+        chunk = STEP / 8 * p.tile_rows;
+    }
+    o.base = (char *)p.out + vector * 16;
     o.layer = p.out_layer * 16;
-    o.chunk = p.out_column * (STEP / 8 * 16);
+    o.chunk = chunk * 16;
     return o;
+}
+// Words that the next kernel expects to be zero; call after the launch wait.
+static __device__ __forceinline__ void clear_words(const ctxkv_norms_params &p) {
+    if (blockIdx.x | blockIdx.y) return;
+    for (int i = threadIdx.x; i < p.zero_count; i += blockDim.x) p.zero[i] = 0;
 }
 static __device__ __forceinline__ void write_row(const place &o, int layer, const float *v) {
     char *dst = o.base + layer * o.layer;
@@ -145,6 +156,7 @@ template <int ORDER, bool SCALED, bool FP32>
 static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     __shared__ float warp_sums[2][8];
     const int first = threadIdx.x * 8, layer = blockIdx.y;
+    if (p.flags & CTXKV_NORMS_NEXT_EARLY) launch_next();
     uint4 x[CHUNKS];
     float h[VALUES], g[VALUES], layer_g[VALUES];
     load_gains<FP32>(p.hidden_gain, first, g);
@@ -152,11 +164,12 @@ static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     const place o = place_of(p, blockIdx.x, threadIdx.x);
     launch_wait();
     load_row((const u16 *)p.x + blockIdx.x * p.x_row + first, x);
+    clear_words(p);
     widen(x, h);
     hidden_norm<ORDER>(p, g, h, warp_sums[0], 0);
     if (SCALED) scale_by(layer_g, h);
     const float s = row_sum<ORDER>(h, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums[1], 0);
-    // Not earlier: the next kernel's blocks would take issue slots that this one needs.
+    // Not earlier as a rule: the next kernel's blocks would take issue slots that this one needs.
     launch_next();
     scale(root(s, p.layer_eps), h);
     if (!SCALED) scale_by(layer_g, h);
@@ -189,8 +202,7 @@ static __device__ __forceinline__ void write_layer(
         for (int k = 0; k < CHUNKS; k++) shared_gains<FP32>(gains, column + k * STEP, v + 8 * k);
         scale_by(h, v);
         r = root(
-            row_sum<ORDER>(v, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums, row_group),
-            p.layer_eps);
+            row_sum<ORDER>(v, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums, row_group), p.layer_eps);
         scale(r, v);
     }
 #pragma unroll
@@ -213,6 +225,7 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const int layer = blockIdx.y * p.layers_per_block;
     const int end = min(layer + p.layers_per_block, p.layers);
     const int layer_vectors = D * (FP32 ? 4 : 2) / 16;
+    if (p.flags & CTXKV_NORMS_NEXT_EARLY) launch_next();
     {
         const uint4 *src = (const uint4 *)p.layer_gain + (i64)layer * layer_vectors;
         for (int i = threadIdx.x; i < (end - layer) * layer_vectors; i += blockDim.x)
@@ -226,6 +239,7 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const u16 *x = (const u16 *)p.x + first;
     uint4 next[CHUNKS];
     if (row < p.rows) load_row(x + row * p.x_row, next);
+    clear_words(p);
     copy_wait();
     __syncthreads();
     for (int turn = 0; row < p.rows; row += stride, turn ^= 1) {
@@ -312,6 +326,7 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
     const int first = threadIdx.x * 8;
     launch_next();
     launch_wait();
+    clear_words(p);
     int turn = 0;
     for (i64 row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
         const u16 *x = (const u16 *)p.x + row * p.x_row + first;
@@ -359,7 +374,7 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
 }
 
 #define NORMS_GAINS(name, order, scaled, bits)                                                     \
-    extern "C" __global__ void __launch_bounds__(256, bits == 16 ? 3 : 2)                                     \
+    extern "C" __global__ void __launch_bounds__(256, bits == 16 ? 3 : 2)                          \
         ctxkv_norms_few##bits##_##name(const __grid_constant__ ctxkv_norms_params p) {             \
         norms_few<order, scaled, bits == 32>(p);                                                   \
     }                                                                                              \

@@ -2,6 +2,7 @@
 // A CUDA driver and a cuBLAS made of plain memory.
 #include "fake.h"
 
+#include "cuda/decode_params.h"
 #include "cuda/params.h"
 #include "cuda/prefill_params.h"
 
@@ -30,7 +31,8 @@ bool fake_clean(void) {
 
 static bool fails(const char *name) {
     long call = fake.calls++;
-    return call == fake.fail_at || (fake.fail_name && !strcmp(fake.fail_name, name));
+    if (call == fake.fail_at) return true;
+    return fake.fail_name && !strcmp(fake.fail_name, name) && fake.named_calls++ >= fake.fail_after;
 }
 #define STEP(name)                                                                                 \
     do {                                                                                           \
@@ -122,6 +124,7 @@ static CUresult f_cuCtxSynchronize(void) {
 }
 static CUresult f_cuMemAlloc(CUdeviceptr *address, size_t bytes) {
     SLOW(cuMemAlloc);
+    if (fake.most_bytes && bytes > fake.most_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
     void *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!memory) return CUDA_ERROR_OUT_OF_MEMORY;
     *address = (CUdeviceptr)(uintptr_t)memory;
@@ -229,11 +232,18 @@ static CUresult f_cuFuncLoad(CUfunction function) {
     SLOW(cuFuncLoad);
     return 0;
 }
+enum { OWN_SHARED = 3000 }; // what every kernel declares for itself
+
+static CUresult f_cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
+    (void)function;
+    SLOW(cuFuncGetAttribute);
+    *value = which == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES ? OWN_SHARED : 0;
+    return 0;
+}
 static CUresult f_cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
     (void)function, (void)which;
     SLOW(cuFuncSetAttribute);
-    // Every kernel of ours has less than 1 KiB of shared memory of its own.
-    return value > 232448 - 1024 ? CUDA_ERROR_INVALID_VALUE : 0;
+    return value > 232448 - OWN_SHARED ? CUDA_ERROR_INVALID_VALUE : 0;
 }
 // The size of a kernel's one parameter, by the beginning of its name.
 static size_t param_bytes(const char *kernel) {
@@ -248,6 +258,8 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_store_", sizeof(ctxkv_store_fast)},
         {"ctxkv_prenorm", sizeof(ctxkv_prenorm_params)},
         {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
+        {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
+        {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (!strncmp(kernel, sizes[i].start, strlen(sizes[i].start))) return sizes[i].bytes;
@@ -259,6 +271,7 @@ static CUresult f_cuLaunchKernelEx(
     (void)extra;
     STEP(cuLaunchKernelEx);
     if (fake.launches == FAKE_LAUNCHES) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (config->sharedMemBytes > 232448 - OWN_SHARED) return CUDA_ERROR_INVALID_VALUE;
     struct fake_launch *l = &fake.launch[fake.launches++];
     *l = (struct fake_launch){
         .kernel = (const char *)(void *)function,
@@ -272,6 +285,11 @@ static CUresult f_cuLaunchKernelEx(
     for (unsigned i = 0; i < config->numAttrs; i++)
         if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
             l->programmatic = config->attrs[i].value.programmaticStreamSerializationAllowed;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+            l->cluster[0] = config->attrs[i].value.clusterDim.x;
+            l->cluster[1] = config->attrs[i].value.clusterDim.y;
+        }
     size_t bytes = param_bytes(l->kernel);
     memcpy(l->params, params[0], bytes);
     return 0;
