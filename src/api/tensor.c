@@ -98,9 +98,10 @@ static bool elements_distinct(const struct ctxkv__view *v) {
     bool used[CTXKV__MAX_DIMS] = {false};
     int64_t reach = 0;
     for (int round = 0; round < v->ndim; round++) {
-        int best = -1;
-        for (int i = 0; i < v->ndim; i++)
-            if (!used[i] && (best < 0 || llabs(v->stride[i]) < llabs(v->stride[best]))) best = i;
+        int best = 0;
+        while (used[best]) best++;
+        for (int i = best + 1; i < v->ndim; i++)
+            if (!used[i] && llabs(v->stride[i]) < llabs(v->stride[best])) best = i;
         used[best] = true;
         if (v->shape[best] <= 1) continue;
         int64_t step = llabs(v->stride[best]);
