@@ -322,8 +322,8 @@ static void rope(int64_t t, float *k) {
     for (int turn = 0; turn < 1 + on("rope_twice"); ++turn) {
         for (int64_t j = 0; j < dim / 2; ++j) {
             float *a = pairs ? k + 2 * j : k + j, *b = pairs ? a + 1 : a + dim / 2, x = *a, y = *b;
-            *a = round16(on("rope_no_fma") ? x * c[j] - y * s[j] : fmaf(x, c[j], -(y * s[j])));
-            *b = round16(on("rope_no_fma") ? y * c[j] + x * s[j] : fmaf(y, c[j], x * s[j]));
+            *a = round16(fmaf(x, c[j], -(y * s[j])));
+            *b = round16(fmaf(y, c[j], x * s[j]));
         }
     }
 }

@@ -8,10 +8,11 @@
 typedef struct diagnose_args {
     const char *model, *context, *cache, *before;
     int64_t tp_size, tp_rank, threads;
+    int numerics;
     bool json, list;
 } diagnose_args;
 
-enum { KEY_BEFORE = 400, KEY_TP_SIZE, KEY_TP_RANK, KEY_THREADS, KEY_JSON, KEY_LIST };
+enum { KEY_BEFORE = 400, KEY_TP_SIZE, KEY_TP_RANK, KEY_THREADS, KEY_NUMERICS, KEY_JSON, KEY_LIST };
 
 static error_t parse_end(const diagnose_args *args) {
     const char *option = !args->model ? "--model" : !args->context ? "--context" : "--cache";
@@ -19,6 +20,8 @@ static error_t parse_end(const diagnose_args *args) {
     cli_fail("%s: is missing, must be given", option);
     return CLI_REPORTED;
 }
+
+static const char *const numerics[] = {"stock", "pair", "packed", "invariant", NULL};
 
 static error_t parse(int key, char *text, struct argp_state *state) {
     diagnose_args *args = state->input;
@@ -41,6 +44,7 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_integer("--tp-rank", text, 0, 65535, &args->tp_rank);
     case KEY_THREADS:
         return cli_integer("--threads", text, 1, 64, &args->threads);
+    case KEY_NUMERICS: return cli_choice("--numerics", text, numerics, &args->numerics);
     case KEY_JSON:
         args->json = true;
         return 0;
@@ -69,6 +73,9 @@ static const struct argp_option options[] = {
     {"tp-size", KEY_TP_SIZE, "N", 0, "Tensor-parallel ranks (default 1)", 1},
     {"tp-rank", KEY_TP_RANK, "R", 0, "The rank whose caches these are (default 0)", 1},
     {"threads", KEY_THREADS, "N", 0, "CPU threads (default: the CPUs this process may use)", 1},
+    {"numerics", KEY_NUMERICS, "stock|pair|packed|invariant", 0,
+     "Order of the norms' sums that is right: as vLLM's on sm_90 (default: stock), as on sm_100 and "
+     "later, or independent of the number of rows (Qwen3 kind)", 1},
     {"json", KEY_JSON, NULL, 0, "Print the report as JSON (with --list: the table)", 1},
     {"list", KEY_LIST, NULL, 0, "Print the names of the known faults", 1},
     {0}};
@@ -88,6 +95,7 @@ static int execute(const diagnose_args *args, dg_call *call, dg_result *result) 
         return cli_fail(
             "--tp-rank: is %d, must be below --tp-size %d", (int)args->tp_rank, (int)args->tp_size);
     }
+    call->numerics = args->numerics;
     if (!dg_open(
             call, args->model, args->context, args->cache, args->before, args->tp_size,
             args->tp_rank) ||

@@ -5,6 +5,7 @@
 
 #include "../../src/cpu/cpu.h"
 #include "context.h"
+#include "ctxkv/ctxkv.h"
 #include "draft.h"
 
 // ---- parameters: what a hypothesis may change. Compared and hashed as bytes: 4-byte members only.
@@ -54,7 +55,7 @@ enum dg_table { DG_TABLE_GIVEN, DG_TABLE_GPU, DG_TABLE_GPU_FP32, DG_TABLE_CPU, D
 
 typedef struct dg_key {
     int32_t norm, rsqrt, unrounded, gain, layers; // norm: ctxkv__k_norm_kind
-    int32_t rope, times, table, no_fma;           // rope: ctxkv__rope_kind
+    int32_t rope, times, table;                   // rope: ctxkv__rope_kind
     int32_t shift, other_order;                   // of the positions
     int32_t swapped, fp16;
     float eps, theta;
@@ -107,7 +108,7 @@ typedef struct dg_call {
     dg_facts facts;
     dg_params base;
     struct ctxkv__kernels kernels;
-    int threads;
+    int threads, numerics; // ctxkv_numerics of the chain without a fault
 } dg_call;
 
 bool dg_open(
@@ -164,7 +165,8 @@ const dg_call *dg_worker_call(const dg_worker *w);
 typedef void (*dg_work)(dg_worker *w, void *user, int64_t index);
 void dg_each(const dg_call *call, dg_worker **workers, int64_t count, dg_work work, void *user);
 
-// What comes before: through the worker's memo. Normed row [D]; 32 columns of one head.
+// What comes before, through the worker's memo: a normed row [D], DG_UNIT columns of one head.
+#define DG_UNIT 8
 const uint16_t *dg_memo_normed(dg_worker *w, const dg_norms *p, int64_t layer, int64_t row);
 const uint16_t *dg_memo_unit(
     dg_worker *w, const dg_params *p, int64_t layer, int64_t row, int part, int64_t h,
@@ -188,6 +190,13 @@ void dg_content_free(dg_content *content);
 const uint16_t *dg_content_cell(
     const dg_call *call, const dg_content *content, int64_t layer, int64_t row, int64_t h);
 
+// Cells that no slot names, yet changed: some of them.
+#define DG_STRAYS 8
+typedef struct dg_strays {
+    int count;
+    int64_t layer[DG_STRAYS], cell[DG_STRAYS];
+} dg_strays;
+
 // One cell, computed as far as needed: whether its part could lie at (layer, cell).
 typedef struct dg_probe {
     int64_t layer, row, head;
@@ -195,6 +204,9 @@ typedef struct dg_probe {
 } dg_probe;
 // False when the parameters cannot have given the recorded bytes of this row and head.
 bool dg_probe_holds(dg_worker *w, const dg_params *p, const dg_probe *probe);
+
+// False when a place that no slot names was changed and these parameters write nothing there.
+bool dg_strays_explained(const dg_call *call, const dg_params *p, const dg_strays *strays);
 
 // ---- comparison ------------------------------------------------------------------------------
 typedef struct dg_spot {

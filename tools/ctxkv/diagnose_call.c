@@ -172,7 +172,10 @@ static bool set_base(dg_call *call) {
     p->norms.hidden = (dg_norm){1, gain, 0, DG_RSQRT_GPU, centre, config->eps};
     p->norms.layer = p->norms.hidden;
     p->norms.layer.present = muse;
-    p->norms.order = muse ? DG_ORDER_PAIR : call->T < 256 ? DG_ORDER_RMS_1024 : DG_ORDER_RMS_256;
+    bool few = call->T < 256 || call->numerics == CTXKV_NUMERICS_INVARIANT;
+    p->norms.order = few ? DG_ORDER_RMS_1024 : DG_ORDER_RMS_256;
+    if (muse) p->norms.order = DG_ORDER_PAIR;
+    if (muse && call->numerics == CTXKV_NUMERICS_PACKED) p->norms.order = DG_ORDER_PACKED;
     p->project = (dg_project){.rows = {DG_K_ROWS, DG_V_ROWS}, .rank = call->facts.tp_rank};
     p->key = (dg_key){.norm = muse ? CTXKV__K_PLAIN : CTXKV__K_RMS, .times = 1, .gain = !muse};
     p->key.rope = !config->rope ? CTXKV__ROPE_NONE : muse ? CTXKV__ROPE_GPTJ : CTXKV__ROPE_NEOX;

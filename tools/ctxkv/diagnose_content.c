@@ -149,10 +149,11 @@ const uint16_t *dg_content_cell(
 static bool value_fits(
     dg_worker *w, const dg_params *p, const dg_probe *probe, int part, const uint8_t *recorded) {
     const dg_call *call = dg_worker_call(w);
-    for (int64_t first = 0; first < call->dim; first += 32) {
-        uint16_t unit[32];
-        memcpy(unit, dg_memo_unit(w, p, probe->layer, probe->row, part, probe->head, first), 64);
-        for (int i = 0; i < 32 && p->key.fp16; ++i) unit[i] = dg_half(unit[i]);
+    for (int64_t first = 0; first < call->dim; first += DG_UNIT) {
+        uint16_t unit[DG_UNIT];
+        memcpy(unit, dg_memo_unit(w, p, probe->layer, probe->row, part, probe->head, first),
+            sizeof unit);
+        for (int i = 0; i < DG_UNIT && p->key.fp16; ++i) unit[i] = dg_half(unit[i]);
         if (memcmp(unit, recorded + first * 2, sizeof unit)) return false;
     }
     return true;
@@ -162,8 +163,9 @@ static bool key_fits(
     dg_worker *w, const dg_params *p, const dg_probe *probe, const uint8_t *recorded) {
     const dg_call *call = dg_worker_call(w);
     uint16_t in[CTXKV__MAX_HEAD_DIM], out[CTXKV__MAX_HEAD_DIM];
-    for (int64_t first = 0; first < call->dim; first += 32) {
-        memcpy(in + first, dg_memo_unit(w, p, probe->layer, probe->row, 0, probe->head, first), 64);
+    for (int64_t first = 0; first < call->dim; first += DG_UNIT) {
+        memcpy(in + first, dg_memo_unit(w, p, probe->layer, probe->row, 0, probe->head, first),
+            DG_UNIT * 2);
     }
     int64_t tries = p->key.other_order ? call->T : 1;
     for (int64_t i = 0; i < tries; ++i) {
@@ -226,4 +228,25 @@ bool dg_probe_holds(dg_worker *w, const dg_params *p, const dg_probe *probe) {
     if (p->place.stale && row_untouched(call, p, probe)) return true;
     if (p->place.neighbour && moved(w, p, probe, cell)) return true;
     return shared_cell(call, p, probe, cell);
+}
+
+static bool goes_to(const dg_call *call, const dg_place *p, int64_t l, int64_t t, int64_t cell) {
+    for (int64_t h = 0; h < call->H; ++h) {
+        if (dg_cell(call, p, l, t, h) == cell) return true;
+        for (int i = 0; i < DG_NEIGHBOURS && p->neighbour; ++i) {
+            if (dg_neighbour(call, p, l, t, h, i) == cell) return true;
+        }
+    }
+    return false;
+}
+
+bool dg_strays_explained(const dg_call *call, const dg_params *p, const dg_strays *strays) {
+    bool plain = !memcmp(&p->place, &call->base.place, sizeof p->place);
+    if (plain) return !strays->count;
+    for (int i = 0; i < strays->count; ++i) {
+        int64_t t = 0;
+        while (t < call->T && !goes_to(call, &p->place, strays->layer[i], t, strays->cell[i])) ++t;
+        if (t == call->T) return false;
+    }
+    return true;
 }

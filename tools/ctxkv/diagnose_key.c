@@ -91,8 +91,8 @@ static void rotate(const dg_key *p, int64_t dim, const float *c, const float *s,
     for (int64_t j = 0; j < half; ++j) {
         float *first = gptj ? &k[2 * j] : &k[j], *second = gptj ? &k[2 * j + 1] : &k[j + half];
         float x = *first, y = *second;
-        *first = p->no_fma ? x * c[j] - y * s[j] : ctxkv__fma(x, c[j], -(y * s[j]));
-        *second = p->no_fma ? y * c[j] + x * s[j] : ctxkv__fma(y, c[j], x * s[j]);
+        *first = ctxkv__fma(x, c[j], -(y * s[j]));
+        *second = ctxkv__fma(y, c[j], x * s[j]);
     }
 }
 

@@ -21,7 +21,9 @@ typedef struct search {
     dg_worker **workers;
     dg_probe probes[PROBES];
     int probe_count;
+    dg_strays strays;
     uint8_t *passed; // [instances]
+    uint8_t *idle;   // [instances] they change no row of this call
     double *scores;  // [instances]
     pthread_mutex_t lock;
     found_pair *pairs;
@@ -129,7 +131,25 @@ static void make_probes(search *s) {
     }
 }
 
+static void find_strays(search *s) {
+    const dg_call *call = s->call;
+    const dg_params *base = &call->base;
+    if (!call->before && !call->fill_known) return;
+    for (int64_t i = 0; i < call->L * call->cells && s->strays.count < DG_STRAYS; ++i) {
+        int64_t l = i / call->cells, cell = i % call->cells, t = 0;
+        if (dg_untouched(call, l, cell)) continue;
+        for (; t < call->T; ++t) {
+            int64_t h = cell / call->block_size % call->H;
+            if (dg_cell(call, &base->place, l, t, h) == cell) break;
+        }
+        if (t < call->T) continue;
+        s->strays.layer[s->strays.count] = l;
+        s->strays.cell[s->strays.count++] = cell;
+    }
+}
+
 static bool all_hold(const search *s, dg_worker *w, const dg_params *p) {
+    if (!dg_strays_explained(s->call, p, &s->strays)) return false;
     for (int i = 0; i < s->probe_count; ++i) {
         if (!dg_probe_holds(w, p, &s->probes[i])) return false;
     }
@@ -172,9 +192,9 @@ static void add_pair(search *s, int a, int b) {
 // All pairs whose first member is the instance.
 static void pair_work(dg_worker *w, void *user, int64_t index) {
     search *s = user;
-    for (int b = (int)index + 1; b < s->result->instance_count; ++b) {
+    for (int b = (int)index + 1; b < s->result->instance_count && !s->idle[index]; ++b) {
         dg_params p;
-        if (combine(s, (int)index, b, &p) && all_hold(s, w, &p)) add_pair(s, (int)index, b);
+        if (!s->idle[b] && combine(s, (int)index, b, &p) && all_hold(s, w, &p)) add_pair(s, (int)index, b);
     }
     tick(s);
 }
@@ -213,6 +233,16 @@ static bool seen(const dg_result *result, const dg_params *p) {
     return false;
 }
 
+static bool changes_nothing(const search *s, const dg_set *set, const dg_content *content) {
+    const dg_call *call = s->call;
+    const dg_content *base = &s->result->base;
+    size_t rows = (size_t)(call->L * call->T);
+    return set->match.differs && set->match.elements == s->result->clean.elements &&
+           !memcmp(&set->params.place, &call->base.place, sizeof set->params.place) &&
+           !memcmp(content->computed, base->computed, rows) &&
+           !memcmp(content->cells, base->cells, rows * (size_t)(call->H * call->dim) * 4);
+}
+
 // Compares all rows; false only when memory is out.
 static bool prove(search *s, dg_set *set) {
     dg_result *result = s->result;
@@ -221,6 +251,7 @@ static bool prove(search *s, dg_set *set) {
     if (result->exact_count && cli_now() - s->proved_at > CONFIRM_SECONDS) return true;
     if (!dg_content_make(s->call, s->workers, &set->params, &result->base, &content)) return false;
     bool ok = dg_compare(s->call, &set->params, &content, &set->match);
+    if (set->count == 1) s->idle[set->member[0]] = changes_nothing(s, set, &content);
     set->positions = content.positions;
     content.positions = NULL;
     dg_content_free(&content);
@@ -304,12 +335,14 @@ static bool run(search *s) {
     if (!result->clean.differs) return true;
     bool ok = make_instances(s);
     s->passed = calloc((size_t)result->instance_count + 1, sizeof *s->passed);
+    s->idle = calloc((size_t)result->instance_count + 1, sizeof *s->idle);
     s->scores = calloc((size_t)result->instance_count + 1, sizeof *s->scores);
-    if (!ok || !s->passed || !s->scores) {
+    if (!ok || !s->passed || !s->idle || !s->scores) {
         cli_fail("out of memory for the hypotheses");
         return false;
     }
     make_probes(s);
+    find_strays(s);
     ok = try_singles(s);
     if (ok && !result->exact_count) ok = try_pairs(s);
     if (ok && !result->exact_count) ok = find_closest(s);
@@ -333,6 +366,7 @@ bool dg_search(const dg_call *call, dg_result *result) {
     for (int i = 0; s.workers && i < call->threads; ++i) dg_worker_free(s.workers[i]);
     free(s.workers);
     free(s.passed);
+    free(s.idle);
     free(s.scores);
     free(s.pairs);
     result->seconds = cli_now() - start;

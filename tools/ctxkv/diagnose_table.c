@@ -51,7 +51,7 @@ void dg_normalise(const dg_call *call, dg_params *p) {
     if (p->key.norm == CTXKV__K_ABSENT) p->key.eps = 0.0f, p->key.rsqrt = p->key.unrounded = 0;
     if (p->key.rope == CTXKV__ROPE_NONE) {
         p->key.times = 1;
-        p->key.table = p->key.no_fma = p->key.shift = p->key.other_order = 0;
+        p->key.table = p->key.shift = p->key.other_order = 0;
         p->key.theta = 0.0f;
     }
     if (p->key.table == DG_TABLE_GIVEN) p->key.theta = 0.0f;

@@ -8,7 +8,7 @@
 #include "diagnose.h"
 
 #define NORMED 512  // rows remembered
-#define UNITS 16384 // groups of 32 columns remembered
+#define UNITS 65536 // groups of DG_UNIT columns remembered
 #define TABLES 1024 // rotary rows remembered
 
 typedef struct normed_key {
@@ -34,7 +34,7 @@ struct dg_worker {
     normed_key *normed_keys;
     uint16_t *normed; // [NORMED][D]
     unit_key *unit_keys;
-    uint16_t *units; // [UNITS][32]
+    uint16_t *units; // [UNITS][DG_UNIT]
     table_key *table_keys;
     float *tables; // [TABLES][dim]
 };
@@ -51,7 +51,7 @@ dg_worker *dg_worker_make(const dg_call *call) {
     w->normed_keys = calloc(NORMED, sizeof *w->normed_keys);
     w->normed = malloc(NORMED * D * sizeof *w->normed);
     w->unit_keys = calloc(UNITS, sizeof *w->unit_keys);
-    w->units = malloc((size_t)UNITS * 32 * sizeof *w->units);
+    w->units = malloc((size_t)UNITS * DG_UNIT * sizeof *w->units);
     w->table_keys = calloc(TABLES, sizeof *w->table_keys);
     w->tables = malloc(TABLES * dim * sizeof *w->tables);
     if (w->scratch.hidden && w->scratch.values && w->scratch.weights && w->scratch.tier &&
@@ -109,10 +109,10 @@ const uint16_t *dg_memo_unit(
     unit_key key = {p->norms, p->project, (int32_t)layer, (int32_t)row,
                     part,     (int32_t)h, (int32_t)first, 1};
     size_t slot = hash(&key, sizeof key) % UNITS;
-    uint16_t *to = w->units + slot * 32;
+    uint16_t *to = w->units + slot * DG_UNIT;
     if (!memcmp(&w->unit_keys[slot], &key, sizeof key)) return to;
     const uint16_t *x = dg_memo_normed(w, &p->norms, layer, row);
-    dg_project_rows(w, &p->project, layer, part, h, first, 32, x, 1, to, 32);
+    dg_project_rows(w, &p->project, layer, part, h, first, DG_UNIT, x, 1, to, DG_UNIT);
     w->unit_keys[slot] = key;
     return to;
 }
