@@ -1,4 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA part of the library; a build without nvcc says so at run time.
-target_sources(ctxkv_core PRIVATE ${PROJECT_SOURCE_DIR}/src/chain/cuda_none.c)
-message(STATUS "ctxkv: no CUDA code in this build")
+# The CUDA part of the library. Kernels are compiled ahead of time by nvcc, one fatbin a .cu file,
+# and embedded; a build without nvcc says so at run time.
+set(CTXKV_CUDA_ARCHS "80;90a;100;120" CACHE STRING "GPU architectures of the embedded code")
+option(CTXKV_CUDA_PTX "also embed PTX of the newest architecture" ON)
+find_program(CTXKV_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin PATHS /usr/local/cuda/bin)
+if(CTXKV_CUDA STREQUAL "ON" AND NOT CTXKV_NVCC)
+  message(FATAL_ERROR "CTXKV_CUDA=ON, but nvcc was not found: put it on PATH or set CTXKV_NVCC")
+endif()
+if(CTXKV_CUDA STREQUAL "OFF" OR NOT CTXKV_NVCC)
+  target_sources(ctxkv_core PRIVATE ${PROJECT_SOURCE_DIR}/src/chain/cuda_none.c)
+  message(STATUS "ctxkv: no CUDA code in this build")
+  set(CTXKV_HAS_CUDA OFF)
+  return()
+endif()
+set(CTXKV_HAS_CUDA ON)
+message(STATUS "ctxkv: CUDA code by ${CTXKV_NVCC} for ${CTXKV_CUDA_ARCHS}")
+get_filename_component(cuda_root ${CTXKV_NVCC} REALPATH)
+get_filename_component(cuda_root ${cuda_root} DIRECTORY)
+get_filename_component(cuda_root ${cuda_root} DIRECTORY)
+find_path(CTXKV_CUDA_INCLUDE cuda.h HINTS ${cuda_root}/include
+  ${cuda_root}/targets/x86_64-linux/include ${cuda_root}/targets/sbsa-linux/include REQUIRED)
+
+set(cuda_dir ${PROJECT_BINARY_DIR}/cuda)
+file(MAKE_DIRECTORY ${cuda_dir})
+list(GET CTXKV_CUDA_ARCHS -1 newest)
+set(arch_text "")
+foreach(arch ${CTXKV_CUDA_ARCHS})
+  list(APPEND arch_text "sm_${arch}")
+endforeach()
+if(CTXKV_CUDA_PTX)
+  list(APPEND arch_text "PTX of compute_${newest}")
+endif()
+list(JOIN arch_text ", " arch_text)
+file(CONFIGURE OUTPUT ${cuda_dir}/archs.h CONTENT
+"// Made by cmake/cuda.cmake.\n#define CTXKV__ARCHS \"${arch_text}\"\n")
+
+# Files that need instructions of one architecture name it: "// archs: 90a" in their first lines.
+file(GLOB cuda_headers CONFIGURE_DEPENDS src/cuda/*.cuh src/cuda/*.h src/cuda/*.inc)
+file(STRINGS src/cuda/kernels.inc module_lines REGEX "^CTXKV_MODULE")
+set(embed "// Made by cmake/cuda.cmake.\n    .section .rodata\n")
+set(fatbins "")
+foreach(line ${module_lines})
+  string(REGEX REPLACE "CTXKV_MODULE\\(([a-z0-9_]+)\\).*" "\\1" stem ${line})
+  set(source ${PROJECT_SOURCE_DIR}/src/cuda/${stem}.cu)
+  file(STRINGS ${source} only REGEX "^// archs: ")
+  if(only)
+    string(REGEX REPLACE "// archs: *" "" wanted "${only}")
+    separate_arguments(wanted)
+  else()
+    set(wanted ${CTXKV_CUDA_ARCHS})
+  endif()
+  set(codes "")
+  foreach(arch ${wanted})
+    if(arch STREQUAL newest AND CTXKV_CUDA_PTX AND NOT only)
+      list(APPEND codes -gencode arch=compute_${arch},code=[sm_${arch},compute_${arch}])
+    else()
+      list(APPEND codes -gencode arch=compute_${arch},code=sm_${arch})
+    endif()
+  endforeach()
+  set(fatbin ${cuda_dir}/${stem}.fatbin)
+  add_custom_command(OUTPUT ${fatbin}
+    COMMAND ${CTXKV_NVCC} -std=c++17 -O3 -fmad=false -fatbin -compress-mode=size -t 0 ${codes}
+      -o ${fatbin} ${source}
+    DEPENDS ${source} ${cuda_headers} VERBATIM COMMENT "nvcc ${stem}.cu")
+  list(APPEND fatbins ${fatbin})
+  string(APPEND embed
+    "    .balign 64\n    .globl ctxkv__fatbin_${stem}\n    .hidden ctxkv__fatbin_${stem}\n"
+    "ctxkv__fatbin_${stem}:\n    .incbin \"${fatbin}\"\n")
+endforeach()
+string(APPEND embed "    .section .note.GNU-stack,\"\",%progbits\n")
+file(CONFIGURE OUTPUT ${cuda_dir}/embed.S CONTENT "${embed}" @ONLY)
+enable_language(ASM)
+set_source_files_properties(${cuda_dir}/embed.S PROPERTIES OBJECT_DEPENDS "${fatbins}")
+
+file(GLOB cuda_sources CONFIGURE_DEPENDS src/device/*.c src/chain/*_cuda.c src/cuda/*.c)
+target_sources(ctxkv_core PRIVATE ${cuda_sources} ${cuda_dir}/embed.S)
+target_include_directories(ctxkv_core PRIVATE ${cuda_dir})
+target_include_directories(ctxkv_core SYSTEM PRIVATE ${CTXKV_CUDA_INCLUDE})

@@ -20,6 +20,10 @@ install(FILES LICENSE NOTICE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 if(TARGET ctxkv)
   install(TARGETS ctxkv RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
+# The Python wheel holds the library beside its modules, under one name.
+if(SKBUILD)
+  install(FILES $<TARGET_FILE:ctxkv_shared> DESTINATION ctxkv RENAME libctxkv.so COMPONENT python)
+endif()
 
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME ctxkv)

@@ -18,6 +18,10 @@ enum ctxkv__sum_order ctxkv__norm_order(
     return packed_device ? CTXKV__ORDER_PACKED : CTXKV__ORDER_PAIR;
 }
 
+// From this size on outputs are written past the caches: they would only push other data out, and
+// a plain store first reads the line it overwrites.
+#define STREAM_NORM_ROWS 32 // rows of all layers
+
 struct norms_loop {
     ctxkv__norms_fn *fn;
     struct ctxkv__norms_args args;
@@ -41,6 +45,7 @@ static void run_norms(
     loop.args.out = call->out;
     loop.args.out_layer_stride = call->out_layer_stride;
     loop.args.out_row_stride = call->out_row_stride;
+    loop.args.stream = call->rows * loop.args.num_layers >= STREAM_NORM_ROWS;
     ctxkv__pool_loop(plan->device->pool, call->rows, 4, norms_part, &loop);
 }
 

@@ -24,4 +24,8 @@ void ctxkv__kernels_init(struct ctxkv__kernels *kernels, unsigned mask);
 void ctxkv__kernels_avx2(struct ctxkv__kernels *kernels);
 void ctxkv__kernels_avx512(struct ctxkv__kernels *kernels);
 
+ctxkv__norms_fn ctxkv__norms_avx2, ctxkv__norms_avx512;
+ctxkv__projection_fn ctxkv__projection_avx2, ctxkv__projection_avx512;
+ctxkv__store_fn ctxkv__store_avx2, ctxkv__store_avx512;
+
 #endif

@@ -64,6 +64,11 @@ static __device__ __forceinline__ uint4 load16_stream(const void *p) {
                  : "memory");
     return w;
 }
+static __device__ __forceinline__ i64 load_i64(const i64 *p) {
+    i64 v;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
 static __device__ __forceinline__ uint2 load8(const void *p) {
     uint2 w;
     asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(p) : "memory");
@@ -77,6 +82,21 @@ static __device__ __forceinline__ void store16(void *p, uint4 w) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
                  "r"(w.w)
                  : "memory");
+}
+static __device__ __forceinline__ void load8_const(const float *p, float *v) {
+    const float4 a = __ldg((const float4 *)p), b = __ldg((const float4 *)p + 1);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+    v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+// Global to shared memory past the registers; copy_wait waits for the thread's own copies.
+static __device__ __forceinline__ void copy16_async(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     (u32)__cvta_generic_to_shared(shared)),
+                 "l"(global)
+                 : "memory");
+}
+static __device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 // Eight BF16 of any alignment an element can have.
 static __device__ __forceinline__ uint4 load16_by2(const void *p) {
@@ -93,6 +113,10 @@ static __device__ __forceinline__ void store16_by2(void *p, uint4 w) {
     for (int i = 0; i < 4; i++) h[2 * i] = (u16)v[i], h[2 * i + 1] = (u16)(v[i] >> 16);
 }
 
+// A barrier of `threads` threads (whole warps); number 0 is __syncthreads.
+static __device__ __forceinline__ void barrier(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 // Exchange within a warp; every lane takes part.
 static __device__ __forceinline__ float lane_xor(float v, int mask) {
     return __shfl_xor_sync(0xffffffffu, v, mask);
@@ -106,6 +130,14 @@ static __device__ __forceinline__ u32 lane_xor(u32 v, int mask) {
 static __device__ __forceinline__ void launch_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The same, but not before `ready` (never 0) is computed: left alone, the assembler puts the address
+// arithmetic behind the wait, where it costs time.
+static __device__ __forceinline__ void launch_wait_after(u64 ready) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait; }" ::"l"(ready)
+                 : "memory");
 #endif
 }
 static __device__ __forceinline__ void launch_next() {

@@ -2,6 +2,7 @@
 // Reading config.json; what the chain does not support is refused by name.
 #include "config.h"
 
+#include <float.h>
 #include <inttypes.h>
 #include <jansson.h>
 #include <math.h>
@@ -65,17 +66,23 @@ static bool read_flag(const reader *in, const char *key, bool fallback, bool *re
     return !value || json_is_boolean(value) || wrong(in, key, "true or false");
 }
 
+// A JSON number as FP32; infinity where it is none or does not fit.
+static float number_of(const json_t *value) {
+    double number = json_number_value(value);
+    return json_is_number(value) && fabs(number) <= FLT_MAX ? (float)number : INFINITY;
+}
+
 static bool read_eps(const reader *in, float fallback, float *result) {
     const json_t *value = lookup(in, "rms_norm_eps");
-    *result = value ? (float)json_number_value(value) : fallback;
-    bool ok = !value || (json_is_number(value) && isfinite(*result) && *result >= 0);
+    *result = value ? number_of(value) : fallback;
+    bool ok = isfinite(*result) && *result >= 0;
     return ok || wrong(in, "rms_norm_eps", "a finite number >= 0");
 }
 
 static bool read_theta(const reader *in, const json_t *value, float *result) {
     if (!value || json_is_null(value)) return true;
-    *result = (float)json_number_value(value);
-    if (json_is_number(value) && isfinite(*result) && *result > 1) return true;
+    *result = number_of(value);
+    if (isfinite(*result) && *result > 1) return true;
     char text[64];
     return io_fail(
         in->error, "%s: rope_theta is %s, must be a finite number > 1", in->path,
@@ -133,6 +140,13 @@ static bool read_rope(const reader *in, io_config *config) {
     if (scaling && !json_is_object(scaling)) return wrong(in, "rope_scaling", "an object");
     if (!read_theta(in, json_object_get(parameters, "rope_theta"), &config->theta)) return false;
     if (!read_theta(in, lookup(in, "rope_theta"), &config->theta)) return false;
+    const char *key;
+    json_t *item;
+    json_object_foreach((json_t *)parameters, key, item) {
+        if (json_is_object(item)) {
+            return wrong(in, "rope_parameters", "one set for all layers: others are not supported");
+        }
+    }
     const json_t *type = json_object_get(parameters, "rope_type");
     if (!type) type = json_object_get(scaling, "rope_type");
     if (!type) type = json_object_get(scaling, "type");

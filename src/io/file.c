@@ -91,13 +91,16 @@ bool io_writer_open(io_writer *writer, const char *path, io_error *error) {
         if (!error->text[0]) io_fail(error, "%s: cannot be resolved", path);
         return false;
     }
-    size_t size = strlen(writer->path) + sizeof ".XXXXXX";
+    // A name of its own in the same folder: the target's may already be as long as one can be.
+    const char *slash = strrchr(writer->path, '/');
+    int folder = slash ? (int)(slash - writer->path) + 1 : 0;
+    size_t size = (size_t)folder + sizeof ".ctxkv-XXXXXX";
     writer->temporary = malloc(size);
     if (!writer->temporary || size > sizeof unfinished_path) {
         forget(writer);
         return io_fail(error, "%s: the path is too long", path);
     }
-    snprintf(writer->temporary, size, "%s.XXXXXX", writer->path);
+    snprintf(writer->temporary, size, "%.*s.ctxkv-XXXXXX", folder, writer->path);
     // Signals wait until the name that the handler would unlink is known.
     sigset_t all, before;
     sigfillset(&all);

@@ -29,6 +29,7 @@ struct ctxkv__norms_args {
     int64_t x_row_stride;
     void *out; // BF16, layer l, row t at out + l*out_layer_stride + t*out_row_stride
     int64_t out_layer_stride, out_row_stride;
+    bool stream; // a hint: the output is large, so it need not pass through the caches
 };
 
 // Rows [row_begin, row_end) of every layer. No allocation, no globals, any byte alignment.

@@ -9,13 +9,14 @@ static const int32_t rsqrt_segments[128][3] = {
 uint32_t ctxkv__rsqrt_square(uint32_t x) {
     // X*X without the partial products of columns below 19. Pair (i, j), i < j, is worth
     // 2^(i+j+1); it is dropped when i + j < 18, so each low bit i drops bits i+1 .. 17-i.
+    // Without branches, for the bits are random.
     uint64_t dropped = 0;
-    for (uint32_t i = 0; i < 10; i++) {
-        if (!((x >> i) & 1u)) continue;
-        uint32_t below = i <= 8 ? (1u << (18 - i)) - 1u : 0;
-        uint32_t partners = x & below & ~((2u << i) - 1u);
-        dropped += (1ull << (2 * i)) + ((uint64_t)partners << (i + 1));
+    for (uint32_t i = 0; i < 9; i++) {
+        uint32_t partners = x & ((1u << (18 - i)) - 1u) & ~((2u << i) - 1u);
+        uint64_t worth = (1ull << (2 * i)) + ((uint64_t)partners << (i + 1));
+        dropped += worth & (0 - (uint64_t)((x >> i) & 1u));
     }
+    dropped += (uint64_t)((x >> 9) & 1u) << 18;
     return (uint32_t)(((uint64_t)x * x - dropped) >> 19);
 }
 

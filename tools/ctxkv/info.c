@@ -7,6 +7,12 @@
 
 #include "place.h"
 
+#ifdef __clang__
+#define COMPILER __VERSION__
+#else
+#define COMPILER "gcc " __VERSION__
+#endif
+
 typedef struct info_args {
     cli_options options;
     bool json;
@@ -76,7 +82,7 @@ static json_t *describe_cuda(void) {
 
 static json_t *describe_build(void) {
     return json_pack(
-        "{s:s, s:s, s:s}", "compiler", __VERSION__, "language",
+        "{s:s, s:s, s:s}", "compiler", COMPILER, "language",
 #ifdef __STDC_VERSION__
         "C11",
 #else

@@ -24,7 +24,9 @@ static void on_signal(int number) {
 }
 
 static void catch_signals(void) {
-    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE, SIGXFSZ, SIGBUS};
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGPIPE, SIGBUS};
+    // A file size limit is an error of write() like any other.
+    signal(SIGXFSZ, SIG_IGN);
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_NODEFER};
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
         struct sigaction before;

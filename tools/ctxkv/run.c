@@ -8,7 +8,8 @@
 #include "crc32.h"
 #include "place.h"
 
-#define ROWS_AT_ONCE 256
+#define ROWS_AT_ONCE 256 // on a CPU
+#define ROWS_AT_ONCE_GPU 8192
 #define OUTPUT_LIMIT (INT64_C(64) << 30) // without --num-blocks
 
 typedef struct run_args {
@@ -257,7 +258,8 @@ static bool compute(job *job) {
     int64_t rows = job->context.rows;
     bool pieces = job->draft.config.family == IO_FAMILY_MUSE ||
                   args->options.numerics == CTXKV_NUMERICS_INVARIANT;
-    int64_t chunk = pieces && rows > ROWS_AT_ONCE && !args->checked ? ROWS_AT_ONCE : rows;
+    int64_t most = job->place.memory ? ROWS_AT_ONCE_GPU : ROWS_AT_ONCE;
+    int64_t chunk = pieces && rows > most && !args->checked ? most : rows;
     if (!bind(job, chunk ? chunk : 1)) return false;
     for (int64_t first = 0; first < rows || !first; first += chunk ? chunk : 1) {
         int64_t count = rows - first < chunk ? rows - first : chunk;

@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""ctxkv and its peers side by side on one GPU, in one process, on the same inputs.
+
+usage: gpu_bench.py --library libctxkv.so [--peers DIR --kernels DIR] [--out h200.json] [--heads 2,16]
+--peers: the folder with peers.py (stock and seed chains), --kernels: the device code it was told to
+build. Without them only ctxkv and torch's cuBLAS are measured. Medians of graph replays in
+microseconds; inputs, weights and outputs rotate past the L2 cache; L = 5, D = 8192, Muse Spark.
+"""
+import argparse
+import json
+import os
+import sys
+
+import torch
+
+ROWS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
+L, D, EPS = 5, 8192, 1e-5
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def measure(call, sets, count, replays=9):
+    """[median, p10, p90] of one call, from replays of a graph of `count` calls over the sets."""
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for i in range(min(sets, 2)):
+            call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(i % sets)
+    times = []
+    for r in range(replays + 2):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        graph.replay()
+        b.record()
+        torch.cuda.synchronize()
+        if r >= 2:
+            times.append(a.elapsed_time(b) * 1000 / count)
+    times.sort()
+    n = len(times)
+    return [times[n // 2], times[n // 10], times[(9 * n) // 10]]
+
+
+def limits():
+    """Copy bandwidth (read + written bytes a second) and BF16 rate of this card, now."""
+    a = torch.randn(8192, 8192, device="cuda").bfloat16()
+    for _ in range(60):
+        a @ a
+    rate = 2 * 8192**3 / (measure(lambda i: a @ a, 1, 5)[0] * 1e-6)
+    b = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    c = torch.empty_like(b)
+    return 2 * b.numel() / (measure(lambda i: c.copy_(b), 1, 5)[0] * 1e-6), rate
+
+
+class Operands:
+    def __init__(self, H, T):
+        N = 128 * H
+        self.H, self.T, self.N = H, T, N
+        per_set = L * N * D * 2 + T * D * 2 * (L + 1) + 4 * L * T * N
+        self.sets = max(1, min(24, 300 * 2**20 // per_set))
+        rand = lambda *s: torch.randn(*s, device="cuda")  # noqa: E731
+        self.x = [rand(T, D).bfloat16() for _ in range(self.sets)]
+        self.w = [(rand(L, N, D) / 90).bfloat16() for _ in range(self.sets)]
+        self.normed = [rand(L, T, D).bfloat16() for _ in range(self.sets)]
+        self.kv = [rand(L, T, N).bfloat16() for _ in range(self.sets)]
+        self.out = [torch.empty(L, T, D, dtype=torch.bfloat16, device="cuda")
+                    for _ in range(self.sets)]
+        page, blocks = 16, max(2 * T // 16, 64) * max(1, min(8, 4096 // T))
+        self.caches = [torch.zeros(blocks, H, page, 128, device="cuda", dtype=torch.bfloat16)
+                       for _ in range(L)]
+        self.slots = [[torch.randperm(blocks * page, device="cuda")[:T].contiguous()
+                       for _ in range(L)] for _ in range(self.sets)]
+        self.positions = torch.randint(0, 65536, (T,), device="cuda")
+
+
+def ours(Q, device, o, hw, lw, table):
+    norms = device.norms((Q.ROW, EPS, 0, 0), (Q.ROW, EPS, 0, 0), L, hw=hw, lw=lw)
+    store = device.store(L, o.H, eps=EPS, rope=Q.GPTJ, table=table)
+    Q.bind(store, *Q.split(o.caches))
+    projections, chains, calls = [], [], []
+    for i in range(o.sets):
+        projections.append(device.projection(o.w[i], L, o.H, max_rows=o.T))
+        chain = device.chain(
+            device.norms_desc((Q.ROW, EPS, 0, 0), (Q.ROW, EPS, 0, 0), L, hw=hw, lw=lw),
+            device.projection_desc(o.w[i], L, o.H),
+            device.store_desc(L, o.H, eps=EPS, rope=Q.GPTJ, table=table), o.T)
+        Q.bind(chain, *Q.split(o.caches))
+        chains.append(chain)
+        calls.append(Q.chain_call(o.x[i], o.positions, o.slots[i]))
+    views = [k.view(L, o.T, 2, o.H, 64) for k in o.kv]
+    run = dict(
+        norms=lambda i: Q.run_norms(norms, o.x[i], o.out[i]),
+        projection=lambda i: Q.run_projection(projections[i], o.normed[i], o.kv[i]),
+        store=lambda i: Q.run_store(store, views[i][:, :, 0], views[i][:, :, 1], o.positions,
+                                    o.slots[i]),
+        chain=lambda i: Q.run_call(chains[i], calls[i]))
+    return run, [norms, store, *projections, *chains]
+
+
+def peers(P, o, hw, lw, table):
+    def norms(f):
+        return lambda i: f("b", "b", o.x[i], hw, lw, EPS, EPS, 0.0, 0.0, L)
+
+    def chain(f, store):
+        def run(i):
+            n = f("b", "b", o.x[i], hw, lw, EPS, EPS, 0.0, 0.0, L)
+            store(torch.bmm(n, o.w[i].transpose(1, 2)), o.H, o.positions, o.slots[i], table,
+                  o.caches, EPS)
+        return run
+    result = {}
+    for name, f, store in (("seed", P.seed90, P.seed_store), ("stock", P.stock_norms, P.stock_store)):
+        result[name] = dict(
+            norms=norms(f), chain=chain(f, store),
+            store=lambda i, store=store: store(o.kv[i], o.H, o.positions, o.slots[i], table,
+                                               o.caches, EPS))
+    return result
+
+
+def floors(o, bandwidth, rate):
+    """The least time of the bytes (or operations) of each op, in microseconds."""
+    T, N = o.T, o.N
+    norms = (T * D * 2 * (1 + L) + (L + 1) * D * 2) / bandwidth
+    projection = max((L * N * D * 2 + L * T * (D + N) * 2) / bandwidth, 2 * L * T * N * D / rate)
+    store = 4 * L * T * N / bandwidth
+    chain = max((L * N * D * 2 + T * D * 2 + L * T * N * 2) / bandwidth, 2 * L * T * N * D / rate)
+    return {k: v * 1e6 for k, v in
+            dict(norms=norms, projection=projection, store=store, chain=chain).items()}
+
+
+def same_bits(o, mine, others):
+    """A benchmark does not time what it has not just checked: our caches against the seed's."""
+    for c in o.caches:
+        c.zero_()
+    mine["chain"](0)
+    torch.cuda.synchronize()
+    got = [c.clone() for c in o.caches]
+    for c in o.caches:
+        c.zero_()
+    others["seed"]["chain"](0)
+    torch.cuda.synchronize()
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(got, o.caches))
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--library", required=True)
+    p.add_argument("--peers")
+    p.add_argument("--kernels")
+    p.add_argument("--out", default="h200.json")
+    p.add_argument("--heads", default="2,4,8,16")
+    p.add_argument("--rows", default=",".join(map(str, ROWS)))
+    args = p.parse_args()
+    sys.path.insert(0, os.path.join(ROOT, "tests", "device"))
+    os.environ["CTXKV_LIBRARY"] = args.library
+    import lib as Q
+    P = None
+    if args.peers:
+        os.environ["LIB"] = "1"
+        sys.path.insert(0, args.peers)
+        sys.argv = ["peers.py", args.kernels, "/tmp"]
+        import peers as P
+    torch.manual_seed(0)
+    device = Q.Library().device("cuda:0")
+    bandwidth, rate = limits()
+    hw = torch.ones(D, device="cuda").bfloat16()
+    lw = torch.ones(L, D, device="cuda").bfloat16()
+    table = torch.randn(65536, 64, device="cuda").bfloat16()
+    rows = []
+    for H in map(int, args.heads.split(",")):
+        for T in map(int, args.rows.split(",")):
+            o = Operands(H, T)
+            mine, plans = ours(Q, device, o, hw, lw, table)
+            others = peers(P, o, hw, lw, table) if P else {}
+            others["cublas"] = dict(
+                projection=lambda i: torch.bmm(o.normed[i], o.w[i].transpose(1, 2)))
+            if P and not same_bits(o, mine, others):
+                print(f"H={H} T={T}: the caches differ from the seed's", file=sys.stderr)
+                return 1
+            floor = floors(o, bandwidth, rate)
+            for op in ("norms", "projection", "store", "chain"):
+                heavy = op == "chain" and T > 1024
+                count = max(o.sets, 24 if T <= 1024 else 4 if heavy else 8)
+                full = {"ctxkv": measure(mine[op], o.sets, count)}
+                for name, table_of in others.items():
+                    if op in table_of:
+                        full[name] = measure(table_of[op], o.sets, count)
+                us = {k: round(v[0], 3) for k, v in full.items()}
+                us["floor"] = round(floor[op], 3)
+                rows.append(dict(op=op, heads=H, rows=T, us=us,
+                                 spread={k: [round(v[1], 3), round(v[2], 3)]
+                                         for k, v in full.items()}))
+                print(op, f"H={H} T={T}", us, flush=True)
+            for plan in plans:
+                plan.close()
+            del o, mine, others
+    info = device.info()
+    result = dict(
+        machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=info.cublas,
+        torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1), bf16_TFLOPs=round(rate / 1e12, 1),
+        layers=L, hidden_size=D, method="medians of graph replays; buffers rotate past the L2",
+        rows=rows)
+    with open(args.out, "w") as f:
+        json.dump(result, f, indent=1)
+        f.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

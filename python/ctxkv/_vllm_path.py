@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# The plugin's choice, call by call, between ctxkv and vLLM's own chain.
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Callable, Optional, Sequence
+
+import torch
+
+from ._streams import capturing
+from ._vllm_families import Described, Stock, check_caches
+from .record import Recorder
+from .torch import ContextKV
+from .vllm import enabled
+
+logger = logging.getLogger("vllm.ctxkv")
+
+_MAX_ROWS = 2048
+_told: set[str] = set()
+
+
+def _tell(level: int, text: str) -> None:
+    """One line per process for each thing there is to say."""
+    if text not in _told:
+        _told.add(text)
+        logger.log(level, "ctxkv: %s", text)
+
+
+def _max_rows(arguments: dict[str, Any], rows: int) -> int:
+    """Rows of one pass. The Qwen3 family's stock order depends on a call's rows: never split."""
+    if "rms" in (arguments["hidden"].kind, arguments["layer"].kind):
+        return max(rows, _configured_tokens(), 1)
+    given = os.environ.get("CTXKV_MAX_ROWS", "")
+    return int(given) if given.isdigit() and int(given) else _MAX_ROWS
+
+
+def _configured_tokens() -> int:
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        return config.scheduler_config.max_num_batched_tokens if config else 8192
+    except (ImportError, AttributeError):
+        return 8192
+
+
+class ContextPath:
+    """One draft's way through a call: model is vLLM's inner model, describe one of
+    `_vllm_families`. Calling it runs the chain by ctxkv, or by `stock` with a line saying why."""
+
+    def __init__(self, model: Any, describe: Callable[[Any], Described]) -> None:
+        self.model, self.describe = model, describe
+        self.chain: Optional[ContextKV] = None
+        self.described: Optional[Described] = None
+        self.refused: Optional[str] = None if enabled() else "CTXKV_VLLM=0"
+        self.bound: tuple = ()
+        self.made_of: tuple = ()
+        self.recorder = Recorder.from_environment()
+
+    def __call__(
+        self, stock: Callable[..., None], states: torch.Tensor, positions: torch.Tensor,
+        mapping: Any,
+    ) -> None:
+        record = self.recorder and mapping is not None and not capturing()
+        taken = self.recorder.take(states, positions, mapping) if record else None
+        ours = self._try(states, positions, mapping)
+        if not ours:
+            stock(states, positions, mapping)
+        if taken is not None:
+            caches = [attn.kv_cache for attn in self.model._attn_layers]
+            table = self.described.table if self.described else None
+            self.recorder.write(taken, caches, table, "ctxkv" if ours else "stock")
+
+    def _try(self, states: torch.Tensor, positions: torch.Tensor, mapping: Any) -> bool:
+        if self.refused is not None:
+            _tell(logging.INFO, f"context K/V by vLLM's own chain: {self.refused}")
+            return False
+        try:
+            self._prepare(states.shape[0])
+            if mapping is None:
+                return True  # a profiling run: the plan and its workspace are in place
+            self._bind(states)
+            self._run(states, positions, mapping)
+            return True
+        except Stock as reason:
+            _tell(logging.WARNING, f"context K/V by vLLM's own chain: {reason}")
+        except (ValueError, RuntimeError) as error:
+            # Refused before anything was launched or written.
+            if self.chain is None and not capturing():
+                self.refused = str(error)
+            _tell(logging.WARNING, f"context K/V by vLLM's own chain: {error}")
+        return False
+
+    def _weights(self) -> Any:
+        model = self.model
+        return getattr(model, "_stacked_kv_weight", None), getattr(model, "_fused_kv_weight", None)
+
+    def _prepare(self, rows: int) -> None:
+        current = self._weights()
+        if self.chain is not None:
+            split = "rms" not in (self.chain.hidden_kind, self.chain.layer_kind)
+            same = all(a is b for a, b in zip(current, self.made_of))
+            if same and (split or rows <= self.chain.max_rows):
+                return
+        if capturing():
+            raise Stock("no plan yet, and a CUDA graph is being captured")
+        self.chain = None
+        try:
+            described = self.describe(self.model)
+        except Stock as reason:
+            self.refused = str(reason)
+            raise
+        most = _max_rows(described.arguments, rows)
+        self.chain = ContextKV(described.weights, max_rows=most, **described.arguments)
+        self.described, self.made_of, self.bound = described, self._weights(), ()
+        weights = described.weights
+        _tell(
+            logging.INFO,
+            f"context K/V by ctxkv on {weights.device}: {weights.shape[0]} layers, "
+            f"{self.chain.num_kv_heads} KV heads of {self.chain.head_dim}, hidden size "
+            f"{weights.shape[2]}, passes of {most} rows",
+        )
+
+    def _bind(self, states: torch.Tensor) -> None:
+        caches = [attn.kv_cache for attn in self.model._attn_layers]
+        now = tuple(c.data_ptr() for c in caches)
+        if now == self.bound and self.bound:
+            return
+        if capturing():
+            raise Stock("the caches have moved, and a CUDA graph is being captured")
+        check_caches(caches, states, self.chain.num_kv_heads, self.chain.head_dim)
+        # vLLM owns the caches: held here, they would outlive its freeing of them.
+        self.chain.bind(caches, keep=False)
+        self.bound = now
+
+    def _run(self, states: torch.Tensor, positions: torch.Tensor, mapping: Any) -> None:
+        if states.dtype != torch.bfloat16:
+            raise Stock(f"context_states are {states.dtype}, must be bfloat16")
+        if positions.dtype != torch.int64 or positions.dim() != 1:
+            raise Stock(f"context_positions are {positions.dtype} {list(positions.shape)}")
+        lists: Sequence[Any] = mapping if isinstance(mapping, (list, tuple)) else [mapping]
+        for slots in lists:
+            if slots is not None and (slots.dtype != torch.int64 or slots.dim() != 1):
+                raise Stock(f"context_slot_mapping is {slots.dtype} {list(slots.shape)}")
+        self.chain(states, positions, lists)

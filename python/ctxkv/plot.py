@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+# python -m ctxkv plot: a benchmark as time against rows, a diagnosis as heat maps; SVG and PNG.
+"""Reads two kinds of JSON. A benchmark: {"results" or "rows": [{"op", "heads", "rows", "us"}]},
+with "median_us", "p10_us", "p90_us" and "copy_share" (`ctxkv bench --json`), or "us" by program
+({"ctxkv": .., "stock": .., "floor": ..}, bench/results). A
+diagnosis (`ctxkv diagnose --json`): "grid" [L][H][T], the elements of a layer's head and row that
+differ (-1: not stored), beside "verdict" and "explained"."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+# Okabe and Ito's colours, told apart by all kinds of eyes; a marker of its own for each as well.
+_STYLES = {
+    "ctxkv": ("#0072B2", "o", "-"),
+    "seed": ("#E69F00", "s", "-"),
+    "stock": ("#D55E00", "^", "-"),
+    "cublas": ("#CC79A7", "D", "-"),
+    "onednn": ("#009E73", "v", "-"),
+    "torch": ("#56B4E9", "P", "-"),
+    "floor": ("#000000", "", "--"),
+}
+_SPARE = ["#009E73", "#56B4E9", "#F0E442", "#CC79A7"]
+_OP_ORDER = ["norms", "projection", "store", "chain"]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError(f"plot needs matplotlib ({error}): pip install matplotlib") from None
+    matplotlib.use("Agg")
+    # The same bytes for the same numbers: no date, no random names.
+    matplotlib.rcParams["svg.hashsalt"] = "ctxkv"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, stem: Path) -> list[Path]:
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "png")]
+    figure.savefig(paths[0], metadata={"Date": None}, bbox_inches="tight")
+    figure.savefig(paths[1], dpi=150, metadata={"Software": None}, bbox_inches="tight")
+    return paths
+
+
+def _series(row: dict[str, Any]) -> dict[str, float]:
+    us = row.get("us", row.get("median_us"))
+    if isinstance(us, dict):
+        found = {name: float(value) for name, value in us.items() if value is not None}
+    else:
+        found = {"ctxkv": float(us)}
+        # The floor of a copy of the same bytes, measured in the same run.
+        found["floor"] = found["ctxkv"] * float(row.get("copy_share") or 0)
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def read_bench(data: dict[str, Any]) -> dict[tuple[str, int], dict[str, list[tuple[int, float]]]]:
+    """(op, heads) -> program -> [(rows, microseconds)], sorted; ValueError naming a bad entry."""
+    panels: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
+    for index, row in enumerate(data.get("results", data.get("rows", []))):
+        try:
+            key = (str(row["op"]), int(row.get("heads", 0) or 0))
+            rows, series = int(row["rows"]), _series(row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"measurement {index} lacks op, rows or us: {error!r}") from None
+        if rows > 0:
+            for name, value in series.items():
+                panels.setdefault(key, {}).setdefault(name, []).append((rows, value))
+    if not panels:
+        raise ValueError("holds no measurement with rows and us")
+    for lines in panels.values():
+        for points in lines.values():
+            points.sort()
+    return panels
+
+
+def _style(name: str, index: int) -> dict[str, Any]:
+    colour, marker, line = _STYLES.get(name, (_SPARE[index % len(_SPARE)], "x", "-"))
+    width = 2.2 if name == "ctxkv" else 1.3
+    return {"color": colour, "marker": marker, "linestyle": line, "linewidth": width}
+
+
+def _bench(data: dict[str, Any], stem: Path) -> list[Path]:
+    pyplot, panels = _pyplot(), read_bench(data)
+    ops = sorted({op for op, _ in panels}, key=lambda o: (_OP_ORDER + [o]).index(o))
+    heads = sorted({count for _, count in panels})
+    figure, axes = pyplot.subplots(
+        len(heads), len(ops), figsize=(3.6 * len(ops), 2.9 * len(heads)), squeeze=False,
+        sharex=True,
+    )
+    known: dict[str, Any] = {}
+    for i, count in enumerate(heads):
+        for j, op in enumerate(ops):
+            axis, lines = axes[i][j], panels.get((op, count))
+            if lines is None:
+                axis.set_axis_off()
+                continue
+            for index, (name, points) in enumerate(sorted(lines.items())):
+                (drawn,) = axis.plot(*zip(*points), label=name, **_style(name, index))
+                known.setdefault(name, drawn)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_title(op + (f", {count} KV heads" if count else ""), fontsize=10)
+            axis.grid(True, which="both", alpha=0.25)
+            axis.set_xlabel("rows")
+            axis.set_ylabel("µs")
+    order = sorted(known, key=lambda n: (list(_STYLES) + [n]).index(n))
+    figure.legend(
+        [known[n] for n in order], order, loc="lower center", ncols=max(len(order), 1),
+        bbox_to_anchor=(0.5, 1.0), frameon=False,
+    )
+    where = data.get("name") or data.get("gpu") or data.get("device") or ""
+    figure.suptitle(f"context K/V chain {('on ' + str(where)) if where else ''}".strip(), y=1.12)
+    figure.tight_layout()
+    paths = _save(figure, stem)
+    pyplot.close(figure)
+    return paths
+
+
+def read_grid(data: dict[str, Any]) -> list[list[list[int]]]:
+    """[L][H][T] of a diagnosis; ValueError where its shape is uneven."""
+    grid = data.get("grid")
+    good = isinstance(grid, list) and grid and all(
+        isinstance(layer, list) and layer and all(isinstance(row, list) for row in layer)
+        for layer in grid
+    )
+    if not good:
+        raise ValueError('"grid" must be a list [layers][heads][rows]')
+    sizes = {len(row) for layer in grid for row in layer}
+    if len(sizes) != 1 or len({len(layer) for layer in grid}) != 1:
+        raise ValueError('"grid" must have as many heads and rows in every layer')
+    return grid
+
+
+def _diagnosis(data: dict[str, Any], stem: Path) -> list[Path]:
+    pyplot, grid = _pyplot(), read_grid(data)
+    from matplotlib.colors import BoundaryNorm, Normalize
+
+    most = max((n for layer in grid for row in layer for n in row), default=0)
+    colours = pyplot.get_cmap("cividis").copy()
+    colours.set_under("#dddddd")
+    scale = Normalize(0, most) if most else BoundaryNorm([0, 1], colours.N)
+    layers, heads, rows = len(grid), len(grid[0]), len(grid[0][0])
+    height = min(max(0.22 * heads, 0.9), 3.0)
+    figure, axes = pyplot.subplots(
+        layers, 1, figsize=(9, height * layers + 1), squeeze=False, sharex=True
+    )
+    for layer, axis in enumerate(axes[:, 0]):
+        cells = [row or [-1] for row in grid[layer]]
+        image = axis.imshow(
+            cells, aspect="auto", interpolation="nearest", cmap=colours, norm=scale,
+            extent=(-0.5, max(rows, 1) - 0.5, heads - 0.5, -0.5),
+        )
+        axis.set_ylabel(f"layer {layer}\nKV head", fontsize=8)
+        axis.set_yticks(range(0, heads, max(1, heads // 8)))
+    axes[-1, 0].set_xlabel("row of the call")
+    bar = figure.colorbar(image, ax=axes[:, 0].tolist(), extend="min")
+    bar.set_label("elements that differ (grey: not stored)")
+    figure.suptitle(_verdict(data), fontsize=10)
+    paths = _save(figure, stem)
+    pyplot.close(figure)
+    return paths
+
+
+def _verdict(data: dict[str, Any]) -> str:
+    if data.get("equal"):
+        return "all bits equal"
+    verdict = data.get("verdict") or []
+    names = verdict if isinstance(verdict, str) else " + ".join(map(str, verdict))
+    share = data.get("explained")
+    text = names or "no known fault"
+    return text if share is None else f"{text}: {100 * float(share):.0f} % of the rows explained"
+
+
+def plot(path: Path, out: Optional[Path] = None) -> list[Path]:
+    """Draws the file; returns the pictures' paths. out: their stem, beside the file by default."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    draw = _diagnosis if isinstance(data, dict) and "grid" in data else _bench
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: must hold one JSON object")
+    try:
+        return draw(data, out or path.with_suffix(""))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# Subclasses of vLLM's draft models whose context K/V chain runs by ctxkv where it can.
+"""Loaded by vLLM, by name, when such a draft is built. Each class overrides
+`precompute_and_store_context_kv`, and `load_weights` to notice new weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
+from vllm.models.muse_spark.common.dspark import MuseSparkDSparkForCausalLM
+
+from . import _vllm_families as families
+from ._vllm_path import ContextPath
+
+
+class _ByCtxkv:
+    _ctxkv_describe: Any = None
+
+    def precompute_and_store_context_kv(
+        self, context_states, context_positions, context_slot_mapping=None
+    ) -> None:
+        """The stock method's contract: norms, projection, K norm, RoPE and insert of the rows."""
+        path = self.__dict__.get("_ctxkv_path")
+        if path is None:
+            path = ContextPath(self.model, type(self)._ctxkv_describe)
+            self.__dict__["_ctxkv_path"] = path
+        stock = super().precompute_and_store_context_kv
+        path(stock, context_states, context_positions, context_slot_mapping)
+
+    def load_weights(self, weights):
+        self.__dict__.pop("_ctxkv_path", None)
+        return super().load_weights(weights)
+
+
+class CtxkvMuseSparkDSpark(_ByCtxkv, MuseSparkDSparkForCausalLM):
+    """Muse Spark's DSpark draft."""
+
+    _ctxkv_describe = staticmethod(families.muse_spark)
+
+
+class CtxkvDFlashQwen3(_ByCtxkv, DFlashQwen3ForCausalLM):
+    """DFlash drafts of the Qwen3 kind."""
+
+    _ctxkv_describe = staticmethod(families.qwen3)
+
+
+class CtxkvQwen3DSpark(_ByCtxkv, Qwen3DSparkForCausalLM):
+    """DSpark drafts of the Qwen3 kind."""
+
+    _ctxkv_describe = staticmethod(families.qwen3)

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA plans share: small helpers, and the parts a chain takes from its three plans.
+#ifndef CTXKV_CHAIN_CUDA_PLAN_H
+#define CTXKV_CHAIN_CUDA_PLAN_H
+
+#include "../cuda/params.h"
+#include "../device/gpu.h"
+#include "cuda_backend.h"
+
+static inline bool ctxkv__aligned(const void *p, unsigned bytes) {
+    return (uintptr_t)p % bytes == 0;
+}
+static inline int64_t ctxkv__ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+// Copies `count` weight rows of n values from the device and turns them into FP32 gains (host).
+ctxkv_status ctxkv__cuda_gains(
+    const struct ctxkv__cuda_device *gpu, const struct ctxkv__view *rows, int64_t count, int64_t n,
+    float centre, float *gains);
+
+// Runs without entering the context: for a chain that has done so.
+ctxkv_status ctxkv__cuda_norms_launch(
+    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call);
+ctxkv_status ctxkv__cuda_projection_launch(
+    struct ctxkv_projection *plan, const struct ctxkv__projection_call *call, void *workspace);
+ctxkv_status ctxkv__cuda_store_launch(
+    const struct ctxkv_store *plan, const struct ctxkv__store_call *call);
+
+// What other kernels need to know of the norms. hidden16 is NULL where BF16 would lose bits.
+struct ctxkv__norms_parts {
+    const void *hidden32, *layer32, *hidden16, *layer16; // device memory
+    bool hidden_input, layer_weight, scaled, packed;
+    unsigned flags; // CTXKV_NORMS_*
+};
+struct ctxkv__norms_parts ctxkv__cuda_norms_parts(const struct ctxkv_norms *plan);
+ctxkv_fault_record *ctxkv__cuda_store_faults_at(const struct ctxkv_store *plan);
+const float *ctxkv__cuda_store_k_gain(const struct ctxkv_store *plan);
+
+size_t ctxkv__cuda_norms_memory(const struct ctxkv_norms *plan);
+size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan);
+size_t ctxkv__cuda_store_memory(const struct ctxkv_store *plan);
+// Whether runs go through cuBLAS (and want a workspace).
+bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan);
+
+#endif

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chain by the prefill kernels: one pre-kernel for h and r, then one kernel that makes each
+// layer's rows in registers, projects them exactly and stores them. For many rows, on sm_90.
+#include <stdlib.h>
+#include <string.h>
+
+#include "../cuda/prefill_plan.h"
+#include "chain_ways.h"
+
+enum { BOXES = 2, MOST_HIDDEN = 8192 };
+
+struct ctxkv__prefill {
+    CUdeviceptr maps[BOXES]; // tensor maps over the weights, boxes of 32 and of 64 rows
+    CUdeviceptr gains;       // the layers' gains as the kernels read them; 0: weightless
+    size_t bytes;
+};
+
+static const int boxes[BOXES] = {32, 64};
+
+static bool suits(const struct ctxkv_chain *plan) {
+    const ctxkv_norms_desc *n = &plan->norms->desc;
+    const ctxkv_projection_desc *p = &plan->projection->desc;
+    const ctxkv_store_desc *s = &plan->store->desc;
+    struct ctxkv__norms_parts parts = ctxkv__cuda_norms_parts(plan->norms);
+    bool sound = n->hidden_size == MOST_HIDDEN && n->hidden.kind == CTXKV_NORM_ROW &&
+                 n->layer.kind == CTXKV_NORM_ROW && !parts.packed && !parts.scaled;
+    sound = sound && p->head_dim == 64 && p->mode != CTXKV_PROJECTION_CUBLAS &&
+            !plan->projection->bias_view.data && s->k_norm == CTXKV_K_NORM_PLAIN &&
+            s->rope != CTXKV_ROPE_NEOX;
+    for (int64_t i = 0; sound && i < 2 * p->num_layers; i++) {
+        const struct ctxkv__weight_block *b = &plan->projection->blocks[i];
+        sound = ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0 && b->row_stride > 0;
+    }
+    return sound && ctxkv__aligned(plan->store->cos_sin.data, 16) &&
+           plan->device->gpu->arch == 90 && plan->device->gpu->cu->cuTensorMapEncodeTiled;
+}
+
+static CUresult encode(
+    const struct ctxkv__cuda_device *gpu, ctxkv_tensor_map *map, const void *address, int rank,
+    const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box) {
+    const cuuint32_t steps[3] = {1, 1, 1};
+    CUtensorMap m;
+    CUresult result = gpu->cu->cuTensorMapEncodeTiled(
+        &m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)(uintptr_t)address, dims,
+        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (!result) memcpy(map, &m, sizeof *map);
+    return result;
+}
+
+static ctxkv_status weight_maps(const struct ctxkv_chain *plan, struct ctxkv__prefill *f) {
+    const struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    const ctxkv_projection_desc *p = &plan->projection->desc;
+    size_t count = 2 * (size_t)p->num_layers, bytes = count * sizeof(ctxkv_tensor_map);
+    ctxkv_tensor_map *host = aligned_alloc(64, bytes);
+    if (!host) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the weights' tensor maps");
+    ctxkv_status status = CTXKV_OK;
+    for (int b = 0; !status && b < BOXES; b++) {
+        for (size_t i = 0; !status && i < count; i++) {
+            const struct ctxkv__weight_block *w = &plan->projection->blocks[i];
+            const cuuint64_t dims[] = {(cuuint64_t)p->hidden_size,
+                                       (cuuint64_t)plan->projection->args.block_columns};
+            const cuuint64_t stride[] = {(cuuint64_t)w->row_stride * 2};
+            const cuuint32_t box[] = {64, (cuuint32_t)boxes[b]};
+            CUresult result = encode(gpu, &host[i], w->data, 2, dims, stride, box);
+            if (result) status = ctxkv__cu_fail(gpu->cu, result, "describing the weights");
+        }
+        if (!status) status = ctxkv__gpu_alloc(gpu, bytes, "tensor maps", &f->maps[b]);
+        if (!status) status = ctxkv__gpu_upload(gpu, f->maps[b], host, bytes);
+        f->bytes += bytes;
+    }
+    free(host);
+    return status;
+}
+
+static ctxkv_status packed_gains(const struct ctxkv_chain *plan, struct ctxkv__prefill *f) {
+    const struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    int64_t d = plan->norms->desc.hidden_size, layers = plan->norms->desc.num_layers;
+    struct ctxkv__norms_parts parts = ctxkv__cuda_norms_parts(plan->norms);
+    if (!parts.layer_weight) return CTXKV_OK;
+    size_t bytes = (size_t)(layers * d) * 4;
+    float *gains = malloc(2 * bytes);
+    if (!gains) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the layers' gains");
+    float *packed = gains + layers * d;
+    ctxkv_status status = ctxkv__gpu_download(
+        gpu, gains, (CUdeviceptr)(uintptr_t)parts.layer32, bytes);
+    for (int64_t l = 0; !status && l < layers; l++)
+        ctxkv__prefill_pack_gains(packed + l * d, gains + l * d, d);
+    if (!status) status = ctxkv__gpu_alloc(gpu, bytes, "the layers' gains", &f->gains);
+    if (!status) status = ctxkv__gpu_upload(gpu, f->gains, packed, bytes);
+    f->bytes += bytes;
+    free(gains);
+    return status;
+}
+
+static enum ctxkv__kernel kernel_of(int shape, ctxkv_prefill_input input) {
+#define SHAPE(id, groups, n, rows, cols, stages)                                                   \
+    {CTXKV__KERNEL_prefill_##id##_ready, CTXKV__KERNEL_prefill_##id##_scaled,                      \
+     CTXKV__KERNEL_prefill_##id##_gained},
+    static const enum ctxkv__kernel kernels[][3] = {
+#include "../cuda/prefill_shapes.inc"
+    };
+#undef SHAPE
+    return kernels[shape][input];
+}
+
+ctxkv_status ctxkv__prefill_create(struct ctxkv_chain *plan, struct ctxkv__prefill **prefill) {
+    struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    *prefill = 0;
+    if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_prefill)) return CTXKV_OK;
+    struct ctxkv__prefill *f = calloc(1, sizeof *f);
+    if (!f) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the prefill plan");
+    ctxkv_status status = weight_maps(plan, f);
+    if (!status) status = packed_gains(plan, f);
+    if (!status) status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_prenorm);
+    ctxkv_prefill_input input = f->gains ? CTXKV_PREFILL_GAINED : CTXKV_PREFILL_SCALED;
+    for (int i = 0; !status && i < ctxkv__prefill_shape_count(); i++)
+        status = ctxkv__gpu_kernel(gpu, kernel_of(i, input));
+    if (status) {
+        ctxkv__prefill_destroy(plan, f);
+        return status;
+    }
+    *prefill = f;
+    return CTXKV_OK;
+}
+
+void ctxkv__prefill_destroy(const struct ctxkv_chain *plan, struct ctxkv__prefill *f) {
+    if (!f) return;
+    for (int b = 0; b < BOXES; b++) ctxkv__gpu_free(plan->device->gpu, f->maps[b]);
+    ctxkv__gpu_free(plan->device->gpu, f->gains);
+    free(f);
+}
+
+size_t ctxkv__prefill_memory(const struct ctxkv__prefill *f) {
+    return f ? f->bytes : 0;
+}
+
+bool ctxkv__prefill_takes(
+    const struct ctxkv_chain *plan, const struct ctxkv__prefill *f,
+    const struct ctxkv__chain_call *call) {
+    const ctxkv_projection_desc *p = &plan->projection->desc;
+    return f && ctxkv__aligned(call->x, 16) && call->x_row_stride % 8 == 0 &&
+           ctxkv__prefill_pays(call->rows, p->num_layers, p->num_kv_heads);
+}
+
+static ctxkv_status launch_prenorm(
+    const struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, void *h, float *scale) {
+    const ctxkv_norms_desc *n = &plan->norms->desc;
+    struct ctxkv__norms_parts parts = ctxkv__cuda_norms_parts(plan->norms);
+    ctxkv_prenorm_params p = {
+        .x = call->x,
+        .h = h,
+        .row_scale = scale,
+        .gain = parts.hidden16 ? parts.hidden16 : parts.hidden32,
+        .x_row = call->rows > 1 ? call->x_row_stride : 0,
+        .h_row = n->hidden_size,
+        .gain_fp32 = !parts.hidden16,
+        .gain_input = parts.hidden_input,
+        .hidden_eps = n->hidden.eps,
+        .layer_eps = n->layer.eps,
+    };
+    struct ctxkv__launch launch = {
+        .kernel = CTXKV__KERNEL_prenorm,
+        .grid = {(uint32_t)call->rows, 1, 1},
+        .threads = 256,
+        .stream = call->stream,
+        .params = &p,
+    };
+    return ctxkv__gpu_launch(plan->device->gpu, &launch);
+}
+
+static bool cache_by2(const struct ctxkv__cache *c) {
+    return !ctxkv__aligned(c->k, 16) || !ctxkv__aligned(c->v, 16) || c->k_block_stride % 8 ||
+           c->k_page_stride % 8 || c->k_head_stride % 8 || c->v_block_stride % 8 ||
+           c->v_page_stride % 8 || c->v_head_stride % 8;
+}
+
+static void fill_layers(
+    const struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, int64_t first,
+    int64_t count, ctxkv_prefill_params *p) {
+    for (int64_t i = 0; i < count; i++) {
+        const struct ctxkv__cache *c = &plan->store->caches[first + i];
+        const struct ctxkv__slots *s = &call->slots[first + i];
+        p->layer[i] = (ctxkv_prefill_layer){
+            .k = c->k,
+            .v = c->v,
+            .slots = (const long long *)s->slots,
+            .rows = s->slots ? s->rows : 0,
+            .slot_count = c->num_blocks * c->block_size,
+            .block_size = c->block_size,
+            .k_block = c->k_block_stride,
+            .k_page = c->k_page_stride,
+            .k_head = c->k_head_stride,
+            .v_block = c->v_block_stride,
+            .v_page = c->v_page_stride,
+            .v_head = c->v_head_stride,
+        };
+        if (cache_by2(c)) p->flags |= CTXKV_PREFILL_BY2;
+    }
+}
+
+static ctxkv_status launch_layers(
+    const struct ctxkv_chain *plan, const struct ctxkv__prefill *f,
+    const struct ctxkv__chain_call *call, const void *h, const float *scale, int64_t first,
+    int64_t count) {
+    const struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    const ctxkv_projection_desc *d = &plan->projection->desc;
+    ctxkv_prefill_input input = f->gains ? CTXKV_PREFILL_GAINED : CTXKV_PREFILL_SCALED;
+    ctxkv_prefill_choice choice;
+    if (!ctxkv__prefill_choose(
+            call->rows, count, d->num_kv_heads, gpu->multiprocessors, input, &choice))
+        return ctxkv__fail(CTXKV_UNSUPPORTED, "T is too large for the prefill kernels");
+    const ctxkv_prefill_shape *shape = ctxkv__prefill_shape_at(choice.shape);
+    ctxkv_prefill_params p;
+    memset(&p, 0, offsetof(ctxkv_prefill_params, layer));
+    const cuuint64_t bytes = (cuuint64_t)d->hidden_size * 2, rows = (cuuint64_t)call->rows;
+    const cuuint64_t dims[] = {(cuuint64_t)d->hidden_size, rows, 1}, stride[] = {bytes, bytes * rows};
+    const cuuint32_t box[] = {64, (cuuint32_t)shape->row_box, 1};
+    CUresult result = encode(gpu, &p.a, h, 3, dims, stride, box);
+    if (result) return ctxkv__cu_fail(gpu->cu, result, "describing the rows");
+    p.w_maps = (const ctxkv_tensor_map *)(uintptr_t)f->maps[shape->weight_box == boxes[1]];
+    p.row_scale = scale;
+    p.gains = (const float *)(uintptr_t)f->gains;
+    p.positions = (const long long *)call->positions;
+    p.cos_sin = plan->store->cos_sin.data;
+    p.faults = ctxkv__cuda_store_faults_at(plan->store);
+    p.max_position = plan->store->args.max_position;
+    p.rows = call->rows;
+    p.first_layer = (int)first;
+    p.heads = (int)d->num_kv_heads;
+    p.k_blocks = ctxkv__prefill_k_blocks(d->hidden_size);
+    p.w_rows = (int)plan->projection->args.block_columns;
+    p.column_tiles = choice.column_tiles;
+    p.row_tiles = choice.row_tiles;
+    p.group = choice.group;
+    p.k_eps = plan->store->desc.k_eps;
+    fill_layers(plan, call, first, count, &p);
+    struct ctxkv__launch launch = {
+        .kernel = kernel_of(choice.shape, input),
+        .grid = {choice.grid, 1, 1},
+        .threads = (uint32_t)shape->threads,
+        .shared = (uint32_t)shape->shared,
+        .stream = call->stream,
+        .params = &p,
+    };
+    return ctxkv__gpu_launch(gpu, &launch);
+}
+
+ctxkv_status ctxkv__prefill_launch(
+    const struct ctxkv_chain *plan, const struct ctxkv__prefill *f,
+    const struct ctxkv__chain_call *call, char *workspace) {
+    int64_t layers = plan->projection->desc.num_layers;
+    // h takes one layer's room of the normed rows, r follows it.
+    size_t h_bytes = (size_t)call->rows * (size_t)plan->norms->desc.hidden_size * 2;
+    float *scale = (float *)(void *)(workspace + h_bytes);
+    ctxkv_status status = launch_prenorm(plan, call, workspace, scale);
+    for (int64_t first = 0; !status && first < layers; first += CTXKV_PREFILL_LAYERS) {
+        int64_t left = layers - first;
+        status = launch_layers(
+            plan, f, call, workspace, scale, first,
+            left < CTXKV_PREFILL_LAYERS ? left : CTXKV_PREFILL_LAYERS);
+    }
+    return status;
+}

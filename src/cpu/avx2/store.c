@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+// The store in this tier's registers.
+#include "vec.h"
+
+#include "../store_vec.inc"

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The named operations of the shared vector code in AVX2 and FMA. A register holds 8 dwords: 8
+// pairs of BF16 columns (even low, odd high), or their even or odd values as FP32.
+#ifndef CTXKV_AVX2_VEC_H
+#define CTXKV_AVX2_VEC_H
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#define TIER(name) name##_avx2
+#define WIDTH 8
+typedef __m256 vf;
+typedef __m256i vi;
+
+static inline vi v_load(const void *p) {
+    return _mm256_loadu_si256((const __m256i *)p);
+}
+static inline void v_store(void *p, vi x) {
+    _mm256_storeu_si256((__m256i *)p, x);
+}
+static inline void v_stream(void *p, vi x) {
+    _mm256_stream_si256((__m256i *)p, x);
+} // p: aligned
+static inline void v_store_float(float *p, vf x) {
+    _mm256_storeu_ps(p, x);
+}
+static inline vf v_set1(float x) {
+    return _mm256_set1_ps(x);
+}
+static inline vf v_add(vf a, vf b) {
+    return _mm256_add_ps(a, b);
+}
+static inline vf v_mul(vf a, vf b) {
+    return _mm256_mul_ps(a, b);
+}
+static inline vf v_fma(vf a, vf b, vf c) {
+    return _mm256_fmadd_ps(a, b, c);
+}
+// a*b - c with one rounding.
+static inline vf v_fms(vf a, vf b, vf c) {
+    return _mm256_fmsub_ps(a, b, c);
+}
+static inline vf v_even(vi x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+}
+static inline vf v_odd(vi x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000u)));
+}
+
+// BF16 bits in the high half, to nearest even, NaN as 0x7FFF; the low half is rubbish.
+static inline vi v_round(vf x) {
+    vi b = _mm256_castps_si256(x);
+    vi odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+    vf nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    b = _mm256_add_epi32(_mm256_add_epi32(b, _mm256_set1_epi32(0x7FFF)), odd);
+    return _mm256_castps_si256(_mm256_blendv_ps(
+        _mm256_castsi256_ps(b), _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFF0000)), nan));
+}
+static inline vi v_pack(vf even, vf odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(v_round(even), 16), v_round(odd), 0xAA);
+}
+
+// 16 consecutive floats as even and odd ones.
+static inline void v_split(const float *p, vf *even, vf *odd) {
+    vf a = _mm256_loadu_ps(p), b = _mm256_loadu_ps(p + 8);
+    vf low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+    *even = _mm256_shuffle_ps(low, high, 0x88);
+    *odd = _mm256_shuffle_ps(low, high, 0xDD);
+}
+
+// 8 BF16 values widened.
+static inline vf v_widen(const void *p) {
+    __m128i bits = _mm_loadu_si128((const __m128i *)p);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+// 4x4 within 128-bit lanes: r[j] becomes dword j of threads; lane 4L + i holds thread 2i + L.
+static inline void v_transpose4(vf r[4]) {
+    vf a = _mm256_unpacklo_ps(r[0], r[1]), b = _mm256_unpackhi_ps(r[0], r[1]);
+    vf c = _mm256_unpacklo_ps(r[2], r[3]), d = _mm256_unpackhi_ps(r[2], r[3]);
+    r[0] = _mm256_shuffle_ps(a, c, 0x44);
+    r[1] = _mm256_shuffle_ps(a, c, 0xEE);
+    r[2] = _mm256_shuffle_ps(b, d, 0x44);
+    r[3] = _mm256_shuffle_ps(b, d, 0xEE);
+}
+#define THREAD_OF(lane) ((lane) % 4 * 2 + (lane) / 4)
+
+static inline vf v_swap(vf x) {
+    return _mm256_permute2f128_ps(x, x, 0x01);
+}
+
+// Butterfly over the 32 threads of a warp (xor 16, 8, 4, 2, 1).
+static inline float v_fold_warp(const vf g[4]) {
+    vf s = v_add(v_add(g[0], g[2]), v_add(g[1], g[3]));
+    s = v_add(s, _mm256_permute_ps(s, 0x4E));
+    s = v_add(s, _mm256_permute_ps(s, 0xB1));
+    s = v_add(s, v_swap(s));
+    return _mm256_cvtss_f32(s);
+}
+
+// 32 values, the even ones in a[0], a[1], the odd in b[0], b[1], folded by halves (16 .. 1).
+static inline float v_fold_pairs(const vf a[2], const vf b[2]) {
+    vf even = v_add(a[0], a[1]), odd = v_add(b[0], b[1]);
+    vf s = v_add(_mm256_permute2f128_ps(even, odd, 0x20), _mm256_permute2f128_ps(even, odd, 0x31));
+    s = v_add(s, _mm256_permute_ps(s, 0x4E));
+    s = v_add(s, _mm256_permute_ps(s, 0xB1));
+    s = v_add(s, v_swap(s));
+    return _mm256_cvtss_f32(s);
+}
+
+#endif

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Finds and loads cuBLAS. Its versions can differ in bits, so the one in use is reported.
+#include "cublas.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static struct ctxkv__cublas real;
+static bool loaded;
+static const struct ctxkv__cublas *in_use;
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static const char *const sonames[] = {"libcublas.so.13", "libcublas.so.12"};
+static const char *const folders[] = {
+    "/usr/local/cuda/lib64/libcublas.so.13", "/usr/local/cuda/lib64/libcublas.so.12"};
+
+// A copy outside the loader's path needs its libcublasLt, which lies beside it.
+static void load_neighbour(const char *path) {
+    const char *slash = strrchr(path, '/'), *name = slash ? strstr(slash, "libcublas.so") : 0;
+    char beside[4096];
+    if (!name || strlen(path) + 8 > sizeof beside) return;
+    snprintf(
+        beside, sizeof beside, "%.*slibcublasLt%s", (int)(name - path), path,
+        name + strlen("libcublas"));
+    dlopen(beside, RTLD_NOW | RTLD_GLOBAL);
+}
+
+static void *open_named(const char *path) {
+    load_neighbour(path);
+    return dlopen(path, RTLD_NOW | RTLD_LOCAL);
+}
+
+static void *find(const char *path, ctxkv_status *status) {
+    void *library = 0;
+    *status = CTXKV_OK;
+    for (int i = 0; !library && i < 2; i++) library = dlopen(sonames[i], RTLD_NOW | RTLD_NOLOAD);
+    const char *from = path ? "cublas_path" : "CTXKV_CUBLAS";
+    if (!path) path = getenv("CTXKV_CUBLAS");
+    if (!library && path && *path) {
+        library = open_named(path);
+        if (library) return library;
+        const char *why = dlerror();
+        *status = ctxkv__fail(
+            CTXKV_DRIVER, "%s is \"%.200s\", which cannot be loaded (%.150s)", from, path,
+            why ? why : "unknown reason");
+        return 0;
+    }
+    for (int i = 0; !library && i < 2; i++) library = open_named(sonames[i]);
+    for (int i = 0; !library && i < 2; i++) library = open_named(folders[i]);
+    if (!library)
+        *status = ctxkv__fail(
+            CTXKV_DRIVER, "cuBLAS was not found (libcublas.so.13 or .12): set cublas_path or "
+                          "CTXKV_CUBLAS to its path, or ask for projection EXACT");
+    return library;
+}
+
+static ctxkv_status bind(void *library, struct ctxkv__cublas *b) {
+    const struct {
+        const char *name;
+        void *slot;
+        bool required;
+    } names[] = {
+        {"cublasCreate_v2", &b->create, true},
+        {"cublasDestroy_v2", &b->destroy, true},
+        {"cublasGetVersion_v2", &b->version, true},
+        {"cublasSetStream_v2", &b->set_stream, true},
+        {"cublasSetWorkspace_v2", &b->set_workspace, true},
+        {"cublasGemmStridedBatchedEx", &b->gemm_strided_batched, true},
+        {"cublasGetStatusString", &b->text, false},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        void *address = dlsym(library, names[i].name);
+        if (!address && names[i].required)
+            return ctxkv__fail(
+                CTXKV_DRIVER, "the cuBLAS found has no %s, must be of CUDA 12 or later",
+                names[i].name);
+        memcpy(names[i].slot, &address, sizeof address);
+    }
+    return CTXKV_OK;
+}
+
+ctxkv_status ctxkv__cublas_get(const char *path, const struct ctxkv__cublas **cublas) {
+    ctxkv_status status = CTXKV_OK;
+    pthread_mutex_lock(&load_lock);
+    if (!in_use && !loaded) {
+        void *library = find(path, &status);
+        if (library) status = bind(library, &real);
+        loaded = !status;
+    }
+    *cublas = in_use ? in_use : &real;
+    pthread_mutex_unlock(&load_lock);
+    return status;
+}
+
+void ctxkv__cublas_use(const struct ctxkv__cublas *fake) {
+    pthread_mutex_lock(&load_lock);
+    in_use = fake;
+    pthread_mutex_unlock(&load_lock);
+}
+
+ctxkv_status ctxkv__cublas_fail(const struct ctxkv__cublas *b, int result, const char *doing) {
+    return ctxkv__fail(
+        result == 3 ? CTXKV_OUT_OF_MEMORY : CTXKV_DRIVER, "%s: cuBLAS status %d (%s)", doing,
+        result, b->text ? b->text(result) : "no description");
+}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CUDA driver and a cuBLAS made of plain memory: counts, records, and fails on demand.
+#ifndef CTXKV_TESTS_FAKECUDA_FAKE_H
+#define CTXKV_TESTS_FAKECUDA_FAKE_H
+
+#include "device/cublas.h"
+#include "device/driver.h"
+
+#define FAKE_LAUNCHES 16
+#define FAKE_PARAM_BYTES 32768
+
+struct fake_launch {
+    const char *kernel;
+    unsigned grid[3], threads, shared, attributes;
+    int programmatic; // the attribute's value, -1: absent
+    void *stream;
+    unsigned char params[FAKE_PARAM_BYTES];
+};
+
+struct fake_state {
+    // What it pretends to be.
+    int devices, major, minor, version;
+    CUresult init;
+    CUcontext current; // of the calling thread
+    CUdevice current_device;
+    bool legacy_capturing, thread_capturing, no_code;
+    // The call that fails: number fail_at (from 0), or every call of fail_name.
+    long fail_at;
+    const char *fail_name;
+    CUresult fail_with;
+    int cublas_fail_with;
+    // What happened.
+    long calls, slow_calls; // slow: whatever a run must not do
+    long allocations, streams, libraries, retained, pushed, handles, relaxed;
+    long allocated_ever, gemms, gemm_batch, gemm_columns, gemm_rows;
+    int launches;
+    struct fake_launch launch[FAKE_LAUNCHES];
+};
+extern struct fake_state fake;
+
+extern const struct ctxkv__driver fake_driver;
+extern const struct ctxkv__cublas fake_cublas;
+
+// An H200 in good health; nothing fails.
+void fake_reset(void);
+// Whether everything taken was given back and the caller's context is as it was.
+bool fake_clean(void);
+// Address of a driver function by name, or NULL.
+void *fake_symbol(const char *name);
+
+#endif

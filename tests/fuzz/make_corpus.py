@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the seed inputs of the fuzz targets into tests/fuzz/corpus (committed, small)."""
+
+import json
+import struct
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def put(stem, name, data):
+    folder = HERE / "corpus" / stem
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+
+
+def tensors(head, size, pad=0):
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    text += b" " * pad
+    return struct.pack("<Q", len(text)) + text + bytes(range(256))[:size]
+
+
+def entry(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+two = {"a": entry("BF16", [1, 2], 0, 4), "b": entry("I64", [1], 4, 12)}
+put("safetensors", "two", tensors({"__metadata__": {"format": "pt"}, **two}, 12))
+put(
+    "safetensors",
+    "scalar",
+    tensors({"s": entry("F32", [], 0, 4), "e": entry("F64", [0, 3], 4, 4)}, 4),
+)
+put("safetensors", "hole", tensors({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, 3))
+put("safetensors", "half", tensors({"a": entry("F4", [3], 0, 1)}, 1))
+put("safetensors", "deep", tensors(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", 0))
+put("safetensors", "twice", tensors(b'{"k":{},"\\u006b":{}}', 0))
+put("safetensors", "huge", struct.pack("<Q", 2**64 - 1) + b"{}")
+put("safetensors", "overflow", tensors({"a": entry("F64", [2**62, 8], 0, 0)}, 0))
+
+muse = {
+    "hidden_size": 8192,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "norm_affine": True,
+    "norm_zero_centered_gamma": True,
+    "draft_position_mode": "rope",
+    "rope_theta": 500000,
+    "max_position_embeddings": 131072,
+}
+qwen = {
+    "architectures": ["DFlashDraftModel"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"},
+    "rope_scaling": None,
+}
+put("config", "muse", json.dumps(muse).encode())
+put("config", "qwen3", json.dumps(qwen).encode())
+put("config", "quantised", json.dumps({**muse, "quantization_config": {"bits": 4}}).encode())
+put("config", "index", json.dumps({"weight_map": {"a": "x", "b": "y", "c": "../z"}}).encode())
+put(
+    "config",
+    "index2",
+    json.dumps({"metadata": {"total_size": 3}, "weight_map": {"a": "x"}}).encode(),
+)
+
+for table in ("norms", "store", "chain", "rope"):
+    lines = (HERE.parent / "golden" / f"{table}.csv").read_bytes().splitlines()[:3]
+    put("golden_csv", table, b"\n".join(lines) + b"\n")
+put("golden_csv", "odd", b"a,b\r\n1,-5\n\n,00000001 0000000g\n")
+
+context = {"positions": entry("I64", [2], 0, 16), "hidden_states": entry("BF16", [2, 4], 16, 32)}
+slots = {"slot_mapping": entry("I64", [2, 2], 32, 64)}
+table = {"cos_sin_cache": entry("BF16", [3, 2], 64, 76)}
+put("context", "plain", tensors(context, 32))
+put("context", "layers", tensors({**context, **slots, **table}, 76))
+put("context", "odd", tensors({**context, **slots, **table}, 76, 1))
+put("context", "narrow", tensors({**context, "hidden_states": entry("BF16", [4, 2], 16, 32)}, 32))
+put("context", "missing", tensors({"positions": entry("I64", [2], 0, 16)}, 16))

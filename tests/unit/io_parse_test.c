@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// config.json, the shard index and the golden csv: what is taken, and what is refused by name.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "checkpoint.h"
+#include "config.h"
+#include "csv.h"
+
+static bool config_of(const char *text, io_config *config, io_error *error) {
+    return io_config_parse(config, text, strlen(text), "config.json", error);
+}
+
+#define MUSE "\"hidden_size\": 8192, \"num_hidden_layers\": 5, \"num_key_value_heads\": 16"
+#define QWEN                                                                                       \
+    "\"architectures\": [\"DFlashDraftModel\"], \"hidden_size\": 4096, \"num_hidden_layers\": 5"
+
+static void muse_defaults(void **state) {
+    (void)state;
+    io_config config;
+    io_error error;
+    assert_true(config_of("{" MUSE "}", &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_MUSE);
+    assert_int_equal(config.head_dim, 64);
+    assert_int_equal(config.kv_heads, 16);
+    assert_int_equal(config.max_position, 0);
+    assert_true(config.eps == 1e-5f && config.theta == 500000.0f);
+    assert_true(config.affine && config.rope && !config.zero_centered && !config.bias);
+    assert_true(config_of(
+        "{" MUSE
+        ", \"rms_norm_eps\": 1e-6, \"norm_affine\": false, \"draft_position_mode\": \"nope\","
+        "\"norm_zero_centered_gamma\": true, \"rope_theta\": 10000, \"head_dim\": 64}",
+        &config, &error));
+    assert_true(config.eps == 1e-6f && config.theta == 10000.0f);
+    assert_true(!config.affine && !config.rope && config.zero_centered);
+}
+
+static void qwen3_kind(void **state) {
+    (void)state;
+    io_config config;
+    io_error error;
+    assert_true(config_of(
+        "{" QWEN
+        ", \"num_attention_heads\": 32, \"num_key_value_heads\": 8, \"attention_bias\": true,"
+        "\"rope_parameters\": {\"rope_theta\": 1000000, \"rope_type\": \"default\"}}",
+        &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_QWEN3);
+    assert_int_equal(config.head_dim, 128);
+    assert_true(config.theta == 1e6f && config.bias && !config.rope_scaling[0]);
+    assert_true(config.eps == 1e-6f);
+    assert_true(config_of(
+        "{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 256,"
+        "\"rope_scaling\": {\"rope_type\": \"yarn\"}}",
+        &config, &error));
+    assert_string_equal(config.rope_scaling, "yarn");
+}
+
+static void refused_configs(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 96}", "head_dim"},
+        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"is_neox_style\": false}",
+         "is_neox_style"},
+        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"kv_lora_rank\": 512}",
+         "kv_lora_rank"},
+        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"norm_affine\": false}",
+         "norm_affine"},
+        {"{\"architectures\": [\"KimiK3DraftModel\"]}", "Kimi"},
+        {"{\"architectures\": [\"Qwen3ForCausalLM\"]}", "Qwen3ForCausalLM"},
+        {"{" MUSE ", \"rms_norm_eps\": 1e999}", "JSON"},
+        {"{" MUSE ", \"rms_norm_eps\": 1e39}", "rms_norm_eps"},
+        {"{" MUSE ", \"num_hidden_layers\": 5}", "duplicate"},
+        {"{" MUSE ", \"max_position_embeddings\": 99999999999}", "max_position_embeddings"},
+        {"{\"hidden_size\": 8192.0}", "hidden_size"},
+        {"[7]", "object"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        io_config config;
+        io_error error;
+        assert_false(config_of(cases[i][0], &config, &error));
+        if (!strstr(error.text, cases[i][1])) fail_msg("%s: %s", cases[i][1], error.text);
+        assert_non_null(strstr(error.text, "config.json"));
+    }
+}
+
+static void index_names(void **state) {
+    (void)state;
+    io_error error;
+    io_checkpoint index;
+    const char *good = "{\"weight_map\": {\"a\": \"x\", \"b\": \"y z\", \"c\": \"x\"}}";
+    assert_true(io_index_parse(&index, good, strlen(good), "i", &error));
+    assert_int_equal(index.count, 2);
+    assert_string_equal(index.shard_names[1], "y z");
+    io_checkpoint_close(&index);
+    static const char *const bad[] = {
+        "{\"weight_map\": {\"a\": \"../x\"}}",
+        "{\"weight_map\": {\"a\": \"/x\"}}",
+        "{\"weight_map\": {\"a\": \".\"}}",
+        "{\"weight_map\": {\"a\": null}}",
+        "{\"weight_map\": {\"a\": \"x\\u0000y\"}}",
+        "{}",
+        ""};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
+        assert_false(io_index_parse(&index, bad[i], strlen(bad[i]), "i", &error));
+    }
+}
+
+static void csv_cells(void **state) {
+    (void)state;
+    io_error error;
+    io_csv csv;
+    const char *text = "name,n,x,crc\r\none,12,1e-05,0012abCD 00000001\n\ntwo,-1,nan,12\n";
+    assert_true(io_csv_parse(&csv, text, strlen(text), "t.csv", &error));
+    assert_int_equal(csv.rows, 2);
+    assert_int_equal(csv.columns, 4);
+    int64_t number;
+    float real;
+    uint32_t words[2];
+    assert_true(io_csv_integer(&csv, 0, "n", 0, 12, &number, &error));
+    assert_int_equal(number, 12);
+    assert_false(io_csv_integer(&csv, 0, "n", 0, 11, &number, &error));
+    assert_false(io_csv_integer(&csv, 1, "n", 0, 12, &number, &error));
+    assert_false(io_csv_integer(&csv, 0, "x", 0, 12, &number, &error));
+    assert_false(io_csv_integer(&csv, 0, "none", 0, 12, &number, &error));
+    assert_true(io_csv_number(&csv, 0, "x", &real, &error) && real == 1e-5f);
+    assert_false(io_csv_number(&csv, 1, "x", &real, &error));
+    assert_true(io_csv_words(&csv, 0, "crc", words, 2, &error));
+    assert_int_equal(words[0], 0x12ABCD);
+    assert_false(io_csv_words(&csv, 0, "crc", words, 1, &error));
+    assert_false(io_csv_words(&csv, 1, "crc", words, 1, &error));
+    io_csv_free(&csv);
+    static const char *const bad[] = {"", "\n\n", "a,b\n1\n", "a\n1,2\n"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; ++i) {
+        assert_false(io_csv_parse(&csv, bad[i], strlen(bad[i]), "t.csv", &error));
+    }
+    assert_false(io_csv_parse(&csv, "a\0b", 3, "t.csv", &error));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(muse_defaults), cmocka_unit_test(qwen3_kind),
+        cmocka_unit_test(refused_configs), cmocka_unit_test(index_names),
+        cmocka_unit_test(csv_cells)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
