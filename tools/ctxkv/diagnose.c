@@ -44,7 +44,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_integer("--tp-rank", text, 0, 65535, &args->tp_rank);
     case KEY_THREADS:
         return cli_integer("--threads", text, 1, 64, &args->threads);
-    case KEY_NUMERICS: return cli_choice("--numerics", text, numerics, &args->numerics);
+    case KEY_NUMERICS:
+        return cli_choice("--numerics", text, numerics, &args->numerics);
     case KEY_JSON:
         args->json = true;
         return 0;
@@ -74,8 +75,10 @@ static const struct argp_option options[] = {
     {"tp-rank", KEY_TP_RANK, "R", 0, "The rank whose caches these are (default 0)", 1},
     {"threads", KEY_THREADS, "N", 0, "CPU threads (default: the CPUs this process may use)", 1},
     {"numerics", KEY_NUMERICS, "stock|pair|packed|invariant", 0,
-     "Order of the norms' sums that is right: as vLLM's on sm_90 (default: stock), as on sm_100 and "
-     "later, or independent of the number of rows (Qwen3 kind)", 1},
+     "Order of the norms' sums that is right: as vLLM's on sm_90 (default: stock), as on sm_100 "
+     "and "
+     "later, or independent of the number of rows (Qwen3 kind)",
+     1},
     {"json", KEY_JSON, NULL, 0, "Print the report as JSON (with --list: the table)", 1},
     {"list", KEY_LIST, NULL, 0, "Print the names of the known faults", 1},
     {0}};

@@ -12,10 +12,8 @@
 enum dg_layers { DG_OWN, DG_FIRST, DG_NEXT, DG_PREVIOUS };
 enum dg_order {
     DG_ORDER_PAIR,
-    DG_ORDER_PAIR_ROUNDED, // the pairs without fma
     DG_ORDER_PACKED,
-    DG_ORDER_PACKED_OTHER, // with the contraction of the other weight kinds
-    DG_ORDER_THREAD_FMA,   // each thread's values one after the other
+    DG_ORDER_THREAD_FMA, // each thread's values one after the other
     DG_ORDER_THREAD,
     DG_ORDER_ROW_FMA, // all values of a row one after the other
     DG_ORDER_ROW,

@@ -151,7 +151,8 @@ static bool value_fits(
     const dg_call *call = dg_worker_call(w);
     for (int64_t first = 0; first < call->dim; first += DG_UNIT) {
         uint16_t unit[DG_UNIT];
-        memcpy(unit, dg_memo_unit(w, p, probe->layer, probe->row, part, probe->head, first),
+        memcpy(
+            unit, dg_memo_unit(w, p, probe->layer, probe->row, part, probe->head, first),
             sizeof unit);
         for (int i = 0; i < DG_UNIT && p->key.fp16; ++i) unit[i] = dg_half(unit[i]);
         if (memcmp(unit, recorded + first * 2, sizeof unit)) return false;
@@ -164,7 +165,8 @@ static bool key_fits(
     const dg_call *call = dg_worker_call(w);
     uint16_t in[CTXKV__MAX_HEAD_DIM], out[CTXKV__MAX_HEAD_DIM];
     for (int64_t first = 0; first < call->dim; first += DG_UNIT) {
-        memcpy(in + first, dg_memo_unit(w, p, probe->layer, probe->row, 0, probe->head, first),
+        memcpy(
+            in + first, dg_memo_unit(w, p, probe->layer, probe->row, 0, probe->head, first),
             DG_UNIT * 2);
     }
     int64_t tries = p->key.other_order ? call->T : 1;
@@ -221,15 +223,6 @@ static bool shared_cell(
     return false;
 }
 
-bool dg_probe_holds(dg_worker *w, const dg_params *p, const dg_probe *probe) {
-    const dg_call *call = dg_worker_call(w);
-    int64_t cell = dg_cell(call, &p->place, probe->layer, probe->row, probe->head);
-    if (cell < 0 || fits(w, p, probe, cell)) return true;
-    if (p->place.stale && row_untouched(call, p, probe)) return true;
-    if (p->place.neighbour && moved(w, p, probe, cell)) return true;
-    return shared_cell(call, p, probe, cell);
-}
-
 static bool goes_to(const dg_call *call, const dg_place *p, int64_t l, int64_t t, int64_t cell) {
     for (int64_t h = 0; h < call->H; ++h) {
         if (dg_cell(call, p, l, t, h) == cell) return true;
@@ -238,6 +231,29 @@ static bool goes_to(const dg_call *call, const dg_place *p, int64_t l, int64_t t
         }
     }
     return false;
+}
+
+// Whether what lies in the row's right place was written there by some row, where it was written.
+static bool place_explained(const dg_call *call, const dg_params *p, const dg_probe *probe) {
+    const dg_place *right = &call->base.place;
+    int64_t cell = dg_cell(call, right, probe->layer, probe->row, probe->head);
+    if (!memcmp(&p->place, right, sizeof *right) || cell < 0) return true;
+    if ((!call->before && !call->fill_known) || dg_untouched(call, probe->layer, cell)) return true;
+    if (dg_cell(call, &p->place, probe->layer, probe->row, probe->head) == cell) return true;
+    for (int64_t t = 0; t < call->T; ++t) {
+        if (goes_to(call, &p->place, probe->layer, t, cell)) return true;
+    }
+    return false;
+}
+
+bool dg_probe_holds(dg_worker *w, const dg_params *p, const dg_probe *probe) {
+    const dg_call *call = dg_worker_call(w);
+    int64_t cell = dg_cell(call, &p->place, probe->layer, probe->row, probe->head);
+    if (!place_explained(call, p, probe)) return false;
+    if (cell < 0 || fits(w, p, probe, cell)) return true;
+    if (p->place.stale && row_untouched(call, p, probe)) return true;
+    if (p->place.neighbour && moved(w, p, probe, cell)) return true;
+    return shared_cell(call, p, probe, cell);
 }
 
 bool dg_strays_explained(const dg_call *call, const dg_params *p, const dg_strays *strays) {

@@ -84,14 +84,18 @@ static json_t *closest_json(const dg_call *call, const dg_result *result) {
     return list;
 }
 
-static json_t *grid_json(const dg_call *call, const int32_t *grid) {
+// [L][H][T] of the sum of one or two grids; -1 stays -1.
+static json_t *grid_json(const dg_call *call, const int32_t *one, const int32_t *two) {
     json_t *layers = json_array();
     for (int64_t l = 0; l < call->L; ++l) {
         json_t *heads = json_array();
         for (int64_t h = 0; h < call->H; ++h) {
             json_t *rows = json_array();
-            for (int64_t t = 0; t < call->T; ++t)
-                json_array_append_new(rows, json_integer(grid[(l * call->H + h) * call->T + t]));
+            for (int64_t t = 0; t < call->T; ++t) {
+                int64_t i = (l * call->H + h) * call->T + t;
+                int64_t count = one[i] < 0 || !two ? one[i] : one[i] + two[i];
+                json_array_append_new(rows, json_integer(count));
+            }
             json_array_append_new(heads, rows);
         }
         json_array_append_new(layers, heads);
@@ -144,11 +148,10 @@ bool dg_print_json(const dg_call *call, const dg_result *result, const dg_report
     for (int64_t l = 0; l < call->L; ++l)
         json_array_append_new(layers, layer_json(call, &report->layers[l], l));
     json_object_set_new(root, "layers", layers);
-    json_object_set_new(
-        root, "grid",
-        json_pack(
-            "{s:o, s:o}", "k", grid_json(call, report->grid[0]), "v",
-            grid_json(call, report->grid[1])));
+    const int32_t *k = report->grid[0], *v = report->grid[1];
+    json_object_set_new(root, "grid", grid_json(call, k, v));
+    json_object_set_new(root, "grid_k", grid_json(call, k, NULL));
+    json_object_set_new(root, "grid_v", grid_json(call, v, NULL));
     bool ok = !json_dumpf(root, stdout, JSON_COMPACT | JSON_REAL_PRECISION(9));
     puts("");
     json_decref(root);

@@ -16,15 +16,8 @@ static float fold(float *s, int n) {
 }
 
 static float thread_sum(const float *v, int t, int order) {
-    float q[VALUES], p[VALUES / 2], sum = 0.0f;
+    float q[VALUES], sum = 0.0f;
     for (int i = 0; i < VALUES; ++i) q[i] = v[t * 8 + i / 8 * 2048 + i % 8];
-    if (order == DG_ORDER_PAIR_ROUNDED) {
-        for (int i = 0; i < VALUES / 2; ++i)
-            p[i] = q[2 * i] * q[2 * i] + q[2 * i + 1] * q[2 * i + 1];
-        for (int n = VALUES / 4; n >= 1; n /= 2)
-            for (int i = 0; i < n; ++i) p[i] = p[2 * i] + p[2 * i + 1];
-        return p[0];
-    }
     for (int i = 0; i < VALUES; ++i)
         sum = order == DG_ORDER_THREAD_FMA ? ctxkv__fma(q[i], q[i], sum) : sum + q[i] * q[i];
     return sum;
@@ -37,8 +30,6 @@ static float row_sum(const float *v, int64_t n, int order, bool contract) {
         return ctxkv__row_sum_ref(v, CTXKV__ORDER_PAIR, false);
     case DG_ORDER_PACKED:
         return ctxkv__row_sum_ref(v, CTXKV__ORDER_PACKED, contract);
-    case DG_ORDER_PACKED_OTHER:
-        return ctxkv__row_sum_ref(v, CTXKV__ORDER_PACKED, !contract);
     case DG_ORDER_ROW_FMA:
         for (int64_t i = 0; i < n; ++i) sum = ctxkv__fma(v[i], v[i], sum);
         return sum;

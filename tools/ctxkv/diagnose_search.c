@@ -131,21 +131,25 @@ static void make_probes(search *s) {
     }
 }
 
-static void find_strays(search *s) {
+static bool find_strays(search *s) {
     const dg_call *call = s->call;
-    const dg_params *base = &call->base;
-    if (!call->before && !call->fill_known) return;
-    for (int64_t i = 0; i < call->L * call->cells && s->strays.count < DG_STRAYS; ++i) {
-        int64_t l = i / call->cells, cell = i % call->cells, t = 0;
-        if (dg_untouched(call, l, cell)) continue;
-        for (; t < call->T; ++t) {
-            int64_t h = cell / call->block_size % call->H;
-            if (dg_cell(call, &base->place, l, t, h) == cell) break;
+    if (!call->before && !call->fill_known) return true;
+    uint8_t *named = malloc((size_t)call->cells + 1);
+    bool ok = named != NULL;
+    for (int64_t l = 0; ok && l < call->L; ++l) {
+        memset(named, 0, (size_t)call->cells);
+        for (int64_t i = 0; i < call->T * call->H; ++i) {
+            int64_t cell = dg_cell(call, &call->base.place, l, i / call->H, i % call->H);
+            if (cell >= 0) named[cell] = 1;
         }
-        if (t < call->T) continue;
-        s->strays.layer[s->strays.count] = l;
-        s->strays.cell[s->strays.count++] = cell;
+        for (int64_t cell = 0; cell < call->cells && s->strays.count < DG_STRAYS; ++cell) {
+            if (named[cell] || dg_untouched(call, l, cell)) continue;
+            s->strays.layer[s->strays.count] = l;
+            s->strays.cell[s->strays.count++] = cell;
+        }
     }
+    free(named);
+    return ok;
 }
 
 static bool all_hold(const search *s, dg_worker *w, const dg_params *p) {
@@ -194,7 +198,8 @@ static void pair_work(dg_worker *w, void *user, int64_t index) {
     search *s = user;
     for (int b = (int)index + 1; b < s->result->instance_count && !s->idle[index]; ++b) {
         dg_params p;
-        if (!s->idle[b] && combine(s, (int)index, b, &p) && all_hold(s, w, &p)) add_pair(s, (int)index, b);
+        if (!s->idle[b] && combine(s, (int)index, b, &p) && all_hold(s, w, &p))
+            add_pair(s, (int)index, b);
     }
     tick(s);
 }
@@ -337,15 +342,15 @@ static bool run(search *s) {
     s->passed = calloc((size_t)result->instance_count + 1, sizeof *s->passed);
     s->idle = calloc((size_t)result->instance_count + 1, sizeof *s->idle);
     s->scores = calloc((size_t)result->instance_count + 1, sizeof *s->scores);
-    if (!ok || !s->passed || !s->idle || !s->scores) {
+    if (!ok || !s->passed || !s->idle || !s->scores || !find_strays(s)) {
         cli_fail("out of memory for the hypotheses");
         return false;
     }
     make_probes(s);
-    find_strays(s);
     ok = try_singles(s);
     if (ok && !result->exact_count) ok = try_pairs(s);
-    if (ok && !result->exact_count) ok = find_closest(s);
+    if (ok && !result->exact_count) return find_closest(s);
+    while (result->closest_count) free(result->closest[--result->closest_count].positions);
     return ok;
 }
 

@@ -54,7 +54,6 @@ void dg_normalise(const dg_call *call, dg_params *p) {
         p->key.table = p->key.shift = p->key.other_order = 0;
         p->key.theta = 0.0f;
     }
-    if (p->key.table == DG_TABLE_GIVEN) p->key.theta = 0.0f;
     if (p->place.block_size == call->block_size) p->place.block_size = 0;
     if (!p->place.block_size) p->place.shape = 0;
     if (call->context.slot_lists == 1) p->place.first_slots = 0;

@@ -133,7 +133,8 @@ void dg_verdict(const dg_call *call, const dg_result *result, char *to, size_t s
         if (match->elements == 1) {
             char bits[64];
             int flipped = __builtin_popcount(match->first.recorded ^ match->first.expected);
-            snprintf(bits, sizeof bits, " %d bit%s.", flipped, flipped == 1 ? " differs" : "s differ");
+            snprintf(
+                bits, sizeof bits, " %d bit%s.", flipped, flipped == 1 ? " differs" : "s differ");
             append(to, size, bits);
         }
     }
