@@ -322,8 +322,8 @@ def all_cases():
     cases += [Case([], tp=(1, 0), **flip(*where)) for where in
               ((1, 3, 0, 0, 17, 4), (0, 2, 1, 7, 64 + 5, 0x8000), (2, 29, 1, 0, 63, 1),
                (1, 31, 0, 19, 3, 0x100))]
-    # A fault and a changed bit: nothing is exact, the fault is the closest. Row 3 of layer 1 is a -1
-    # row, so 21 rows are stored; layer 1's row 0 lies in slot 9.
+    # A fault and a changed bit: nothing is exact, the fault is the closest. 21 of the 24 rows are
+    # stored; layer 1's row 0 lies in slot 9.
     cases += [Case(["rope_neox"], [], edit=flip(1, 0, 0, 9, 70, 2)["edit"],
                    check=closest("rope_neox", 21))]
     return cases
