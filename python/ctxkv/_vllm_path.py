@@ -53,10 +53,13 @@ class ContextPath:
         self.model, self.describe = model, describe
         self.chain: Optional[ContextKV] = None
         self.described: Optional[Described] = None
-        self.refused: Optional[str] = None if enabled() else "CTXKV_VLLM=0"
+        self.refused: Optional[str] = None
         self.bound: tuple = ()
+        self.captured = False
+        self.graphs: list[ContextKV] = []  # plans that captured graphs may still launch
         self.made_of: tuple = ()
         self.recorder = Recorder.from_environment()
+        self.forget()
 
     def __call__(
         self, stock: Callable[..., None], states: torch.Tensor, positions: torch.Tensor,
@@ -69,8 +72,13 @@ class ContextPath:
             stock(states, positions, mapping)
         if taken is not None:
             caches = [attn.kv_cache for attn in self.model._attn_layers]
-            table = self.described.table if self.described else None
-            self.recorder.write(taken, caches, table, "ctxkv" if ours else "stock")
+            self.recorder.write(taken, caches, self._table(), "ctxkv" if ours else "stock")
+
+    def _table(self) -> Optional[torch.Tensor]:
+        if self.described is not None:
+            return self.described.table
+        rope = getattr(self.model, "_rotary_emb", None)
+        return getattr(rope, "cos_sin_cache", getattr(self.model, "_rope_cos_sin_cache", None))
 
     def _try(self, states: torch.Tensor, positions: torch.Tensor, mapping: Any) -> bool:
         if self.refused is not None:
@@ -92,6 +100,13 @@ class ContextPath:
             _tell(logging.WARNING, f"context K/V by vLLM's own chain: {error}")
         return False
 
+    def forget(self) -> None:
+        """Lets the plan go: the next call makes one of the weights as they are then."""
+        if self.captured and self.chain is not None:
+            self.graphs.append(self.chain)
+        self.chain, self.captured = None, False
+        self.refused = None if enabled() else "CTXKV_VLLM=0"
+
     def _weights(self) -> Any:
         model = self.model
         return getattr(model, "_stacked_kv_weight", None), getattr(model, "_fused_kv_weight", None)
@@ -105,7 +120,7 @@ class ContextPath:
                 return
         if capturing():
             raise Stock("no plan yet, and a CUDA graph is being captured")
-        self.chain = None
+        self.forget()
         try:
             described = self.describe(self.model)
         except Stock as reason:
@@ -143,4 +158,5 @@ class ContextPath:
         for slots in lists:
             if slots is not None and (slots.dtype != torch.int64 or slots.dim() != 1):
                 raise Stock(f"context_slot_mapping is {slots.dtype} {list(slots.shape)}")
+        self.captured = self.captured or capturing()
         self.chain(states, positions, lists)

@@ -274,8 +274,8 @@ class ContextKvStore:
 
         k, v: BF16 [L, T, H, 64], unit last stride. positions: int64 [T]. slots: per layer int64
         [R], R <= T; negative: the row is not stored. cos_sin_cache: BF16 [max_position, 64], None
-        without rope. caches: per layer the K view [num_blocks, block_size, H, 64] of a BF16 cache whose
-        V follows K in the last dimension, of any strides.
+        without rope. caches: per layer the K view [num_blocks, block_size, H, 64] of a BF16 cache
+        whose V follows K in the last dimension, of any strides.
         """
         if (cos_sin_cache is not None) != self.rope:
             given = "None" if cos_sin_cache is None else "given"

@@ -140,7 +140,8 @@ class Recorder:
         }
         if table is not None:
             most = int(positions.max()) + 1 if positions.numel() else 1
-            context["cos_sin_cache"] = table[: max(1, min(most, table.shape[0]))]
+            used = table[: max(1, min(most, table.shape[0]))]
+            context["cos_sin_cache"] = used.to(torch.bfloat16)
         rank, ranks = _rank()
         name = f"call-{os.getpid()}-{self.written:04d}-rank{rank}"
         command = (

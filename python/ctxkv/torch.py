@@ -97,7 +97,7 @@ class ContextKV:
         assert_not_capturing("a ContextKV")
         self.num_layers, self.hidden_size = len(weights), first.shape[-1]
         self.num_kv_heads, self.head_dim, self.device = num_kv_heads, head_dim, first.device
-        self._rope = rope != "none"
+        self._rope, self._index = rope != "none", first.get_device()
         self.hidden_kind, self.layer_kind = hidden.kind, layer.kind
         self._split = numerics == "invariant" or "rms" not in (hidden.kind, layer.kind)
         shape = {"num_layers": self.num_layers, "hidden_size": self.hidden_size}
@@ -173,32 +173,54 @@ class ContextKV:
             held = self._workspaces.setdefault(stream, held)
         return held and -(-held.data_ptr() // 256) * 256
 
-    def _fits(self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list) -> bool:
-        """Whether addresses may be taken; what is not so obvious goes the checked way."""
-        where = self.device
-        if x.dtype != torch.bfloat16 or x.dim() != 2 or x.device != where:
-            return False
-        if x.shape[1] != self.hidden_size or x.stride(1) != 1:
-            return False
-        vectors = [s for s in lists if s is not None]
-        if any(s.dim() == 1 and s.shape[0] > x.shape[0] for s in vectors):
-            return False
-        if positions is not None:
-            if positions.shape[0:1] != x.shape[0:1]:
-                return False
-            vectors.append(positions)
-        elif self._rope:
-            return False
-        return len(lists) in (1, self.num_layers) and all(
-            v.dtype == torch.int64 and v.dim() == 1 and v.is_contiguous() and v.device == where
-            for v in vectors
+    def _plain(self, vector: torch.Tensor, most: int) -> bool:
+        return (
+            vector.dtype is torch.int64
+            and vector.dim() == 1
+            and vector.shape[0] <= most
+            and vector.get_device() == self._index
+            and vector.is_contiguous()
         )
+
+    def _addresses(
+        self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list
+    ) -> Optional[tuple[int, list[int], list[int]]]:
+        """Where the positions and slots lie, and the slots' lengths; None where that is not plain
+        to see: then the checked call takes or refuses them."""
+        try:
+            if (
+                x.dtype is not torch.bfloat16 or x.dim() != 2 or x.get_device() != self._index
+                or x.shape[1] != self.hidden_size or x.stride(1) != 1
+                or len(lists) not in (1, self.num_layers)
+            ):
+                return None
+            rows, at = x.shape[0], 0
+            if positions is not None:
+                if not self._plain(positions, rows) or positions.shape[0] != rows:
+                    return None
+                at = positions.data_ptr()
+            elif self._rope:
+                return None
+            addresses, lengths = [], []
+            for slots in lists:
+                if slots is None:
+                    addresses.append(0)
+                    lengths.append(0)
+                elif self._plain(slots, rows):
+                    addresses.append(slots.data_ptr())
+                    lengths.append(slots.shape[0])
+                else:
+                    return None
+            return at, addresses, lengths
+        except AttributeError:  # no tensor
+            return None
 
     def _run(
         self, chain: Chain, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list
     ) -> None:
         stream = current_stream(self.device)
-        if not self._fits(x, positions, lists):
+        found = self._addresses(x, positions, lists)
+        if found is None:
             chain.run(x, positions, lists, stream)
             return
         rows, most = x.shape[0], self.max_rows
@@ -211,10 +233,7 @@ class ContextKV:
                 )
             return
         chain.run_raw(
-            x.data_ptr(), x.stride(0), rows, 0 if positions is None else positions.data_ptr(),
-            [0 if s is None else s.data_ptr() for s in lists],
-            [0 if s is None else s.shape[0] for s in lists],
-            stream, self._workspace(chain, stream),
+            x.data_ptr(), x.stride(0), rows, *found, stream, self._workspace(chain, stream)
         )
 
     def run_on(

@@ -30,7 +30,9 @@ class _ByCtxkv:
         path(stock, context_states, context_positions, context_slot_mapping)
 
     def load_weights(self, weights):
-        self.__dict__.pop("_ctxkv_path", None)
+        path = self.__dict__.get("_ctxkv_path")
+        if path is not None:
+            path.forget()
         return super().load_weights(weights)
 
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../ops/float_mode.h"
 #include "../ops/numerics.h"
 #include "../ops/rope.h"
 #include "desc.h"
@@ -23,8 +24,12 @@ static ctxkv_status check_theta(float theta, int64_t rotary_dim) {
 ctxkv_status ctxkv_rope_inv_freq(float theta, int64_t rotary_dim, float *inv_freq) {
     ctxkv_status status = check_theta(theta, rotary_dim);
     if (!status) status = ctxkv__not_null(inv_freq, "inv_freq");
-    if (!status) ctxkv__rope_inv_freq(theta, rotary_dim, inv_freq);
-    return status;
+    if (status) return status;
+    fenv_t mode;
+    ctxkv__float_mode_enter(&mode);
+    ctxkv__rope_inv_freq(theta, rotary_dim, inv_freq);
+    ctxkv__float_mode_leave(&mode);
+    return CTXKV_OK;
 }
 
 ctxkv_status ctxkv_rope_row(
@@ -34,8 +39,12 @@ ctxkv_status ctxkv_rope_row(
     if (!status) status = ctxkv__not_null(sine, "sine");
     if (!status) status = ctxkv__range("count", count, 0, 32768);
     if (!status) status = ctxkv__range("position", position, 0, INT64_C(1) << 40);
-    if (!status) ctxkv__rope_row(inv_freq, count, position, cosine, sine);
-    return status;
+    if (status) return status;
+    fenv_t mode;
+    ctxkv__float_mode_enter(&mode);
+    ctxkv__rope_row(inv_freq, count, position, cosine, sine);
+    ctxkv__float_mode_leave(&mode);
+    return CTXKV_OK;
 }
 
 ctxkv_status ctxkv_rope_table(
@@ -51,6 +60,8 @@ ctxkv_status ctxkv_rope_table(
     float *scratch = malloc((size_t)(3 * half) * sizeof *scratch);
     if (!scratch) return ctxkv__no_memory("the inverse frequencies");
     float *cosine = scratch + half, *sine = cosine + half;
+    fenv_t mode;
+    ctxkv__float_mode_enter(&mode);
     ctxkv__rope_inv_freq(theta, rotary_dim, scratch);
     for (int64_t p = 0; p < positions; p++) {
         ctxkv__rope_row(scratch, half, p, cosine, sine);
@@ -59,6 +70,7 @@ ctxkv_status ctxkv_rope_table(
             ctxkv__store16(view.data, p * view.stride[0] + half + j, ctxkv__to_bf16(sine[j]));
         }
     }
+    ctxkv__float_mode_leave(&mode);
     free(scratch);
     return CTXKV_OK;
 }
@@ -68,7 +80,7 @@ float ctxkv_rsqrt(float x, int32_t ftz) {
 }
 
 float ctxkv_mma16(const uint16_t a[16], const uint16_t b[16], float acc) {
-    return ctxkv__mma16(a, b, acc);
+    return a && b ? ctxkv__mma16(a, b, acc) : ctxkv__float(CTXKV__NAN_BITS);
 }
 
 uint16_t ctxkv_bf16(float x) {

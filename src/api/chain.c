@@ -7,11 +7,11 @@
 #include "desc.h"
 
 void ctxkv_chain_desc_init(ctxkv_chain_desc *desc) {
-    *desc = (ctxkv_chain_desc){.size = sizeof *desc};
+    if (desc) *desc = (ctxkv_chain_desc){.size = sizeof *desc};
 }
 
 void ctxkv_chain_call_init(ctxkv_chain_call *call) {
-    *call = (ctxkv_chain_call){.size = sizeof *call};
+    if (call) *call = (ctxkv_chain_call){.size = sizeof *call};
 }
 
 static ctxkv_status same(const char *a, int64_t x, const char *b, int64_t y) {

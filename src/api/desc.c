@@ -69,7 +69,7 @@ ctxkv_status ctxkv__fill_slots(
         if (slots[l].rows < 0 || slots[l].rows > most_rows)
             return ctxkv__fail(
                 CTXKV_INVALID_ARGUMENT,
-                "slots[%" PRId64 "] has %" PRId64 " rows, must have at most T = %" PRId64, from,
+                "slots[%" PRId64 "] has %" PRId64 " rows, must have 0..%" PRId64 " (T)", from,
                 slots[l].rows, most_rows);
     }
     return CTXKV_OK;

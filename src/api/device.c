@@ -12,6 +12,7 @@
 #include "desc.h"
 
 void ctxkv_device_options_init(ctxkv_device_options *options) {
+    if (!options) return;
     *options = (ctxkv_device_options){.size = sizeof *options, .programmatic_launch = 1};
 }
 

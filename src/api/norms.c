@@ -8,6 +8,7 @@
 #include "desc.h"
 
 void ctxkv_norms_desc_init(ctxkv_norms_desc *desc) {
+    if (!desc) return;
     *desc = (ctxkv_norms_desc){
         .size = sizeof *desc,
         .hidden_size = 8192,

@@ -8,6 +8,7 @@
 #include "desc.h"
 
 void ctxkv_projection_desc_init(ctxkv_projection_desc *desc) {
+    if (!desc) return;
     *desc = (ctxkv_projection_desc){.size = sizeof *desc, .hidden_size = 8192, .head_dim = 64};
 }
 

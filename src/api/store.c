@@ -9,6 +9,7 @@
 #include "desc.h"
 
 void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
+    if (!desc) return;
     *desc = (ctxkv_store_desc){.size = sizeof *desc, .head_dim = 64, .k_eps = 1e-5f};
 }
 

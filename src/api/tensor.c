@@ -47,7 +47,9 @@ static ctxkv_status check_type(
     if (type_of(t->dtype) & want->types) return CTXKV_OK;
     static const char *const codes[] = {"int",    "uint",    "float", "opaque",
                                         "bfloat", "complex", "bool"};
-    const char *code = t->dtype.code < 7 ? codes[t->dtype.code] : "type code ";
+    char number[24];
+    snprintf(number, sizeof number, "(DLPack code %d) ", t->dtype.code);
+    const char *code = t->dtype.code < 7 ? codes[t->dtype.code] : number;
     return ctxkv__fail(
         CTXKV_INVALID_ARGUMENT, "%s has dtype %s%d (lanes %d), must be %s", name, code,
         t->dtype.bits, t->dtype.lanes, types_text(want->types));
@@ -96,9 +98,10 @@ static bool elements_distinct(const struct ctxkv__view *v) {
     bool used[CTXKV__MAX_DIMS] = {false};
     int64_t reach = 0;
     for (int round = 0; round < v->ndim; round++) {
-        int best = -1;
-        for (int i = 0; i < v->ndim; i++)
-            if (!used[i] && (best < 0 || llabs(v->stride[i]) < llabs(v->stride[best]))) best = i;
+        int best = 0;
+        while (used[best]) best++;
+        for (int i = best + 1; i < v->ndim; i++)
+            if (!used[i] && llabs(v->stride[i]) < llabs(v->stride[best])) best = i;
         used[best] = true;
         if (v->shape[best] <= 1) continue;
         int64_t step = llabs(v->stride[best]);
@@ -126,7 +129,7 @@ static ctxkv_status fill_view(
         v->stride[i] = t->shape[i] > 1 ? stride : 0;
         if (i == t->ndim - 1 && t->shape[i] == 1) v->stride[i] = 1;
         if (t->shape[i] == 0) empty = true;
-        overflow |= stride == INT64_MIN;
+        overflow |= v->stride[i] == INT64_MIN;
         if (!empty) {
             overflow |= __builtin_mul_overflow(v->stride[i], t->shape[i] - 1, &span);
             overflow |= span < 0 ? __builtin_add_overflow(low, span, &low)
@@ -141,11 +144,24 @@ static ctxkv_status fill_view(
     if (want->written && !empty && !elements_distinct(v))
         return bad_strides(t, name, v, "give each element an address of its own");
     int64_t item = item_size(v->type);
-    v->data = t->data ? (char *)t->data + t->byte_offset : 0;
     if (!t->data && !empty)
         return ctxkv__fail(CTXKV_INVALID_ARGUMENT, "%s has a NULL data address", name);
-    v->low = empty ? v->data : v->data + low * item;
-    v->high = empty ? v->data : v->data + (high + 1) * item;
+    v->data = 0;
+    v->low = v->high = 0;
+    if (!t->data) return CTXKV_OK;
+    // In integers, since an extent that wraps around is no pointer.
+    uintptr_t at = (uintptr_t)t->data, first, end;
+    if (__builtin_add_overflow(at, t->byte_offset, &at))
+        return ctxkv__fail(
+            CTXKV_INVALID_ARGUMENT,
+            "%s has byte_offset %" PRIu64 ", must stay within the address space", name,
+            t->byte_offset);
+    if (!empty && (__builtin_add_overflow(at, low * item, &first) ||
+                   __builtin_add_overflow(at, (high + 1) * item, &end)))
+        return bad_strides(t, name, v, "stay within the address space");
+    v->data = (char *)at;
+    v->low = empty ? v->data : (char *)first;
+    v->high = empty ? v->data : (char *)end;
     return CTXKV_OK;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chain on a CUDA device: norms, projection, store, one workspace; a run only launches.
 #include <stdlib.h>
+#include <string.h>
 
 #include "../device/cublas.h"
 #include "chain_ways.h"
@@ -9,7 +10,15 @@ struct chain_gpu {
     CUdeviceptr workspace; // the plan's own
     size_t kv_offset, cublas_offset;
     struct ctxkv__prefill *prefill;
+    struct ctxkv__decode *decode;
 };
+
+// CTXKV_CHAIN_WAYS names the ways that may be taken beside the three parts ("decode", "prefill", or
+// "none"), for measuring and for finding a fault; unset, all. Read when a chain is made.
+static bool way_allowed(const char *name) {
+    const char *ways = getenv("CTXKV_CHAIN_WAYS");
+    return !ways || strstr(ways, name);
+}
 
 static size_t padded(size_t bytes) {
     return (bytes + 255) / 256 * 256;
@@ -29,12 +38,17 @@ ctxkv_status ctxkv__cuda_chain_create(struct ctxkv_chain *plan) {
         g->kv_offset = padded(rows * (size_t)plan->norms->out_layers * (size_t)d->hidden_size * 2);
         g->cublas_offset = g->kv_offset + padded(rows * layers * columns * 2);
         plan->workspace_size = g->cublas_offset;
-        if (ctxkv__cuda_projection_uses_cublas(plan->projection))
+        size_t decode = padded(ctxkv__decode_workspace(plan));
+        if (plan->workspace_size < decode) plan->workspace_size = decode;
+        if (ctxkv__cuda_projection_uses_cublas(plan->projection)) {
+            g->cublas_offset = plan->workspace_size;
             plan->workspace_size += CTXKV__CUBLAS_WORKSPACE;
+        }
         status =
             ctxkv__gpu_alloc(gpu, plan->workspace_size, "the chain's workspace", &g->workspace);
     }
-    if (!status) status = ctxkv__prefill_create(plan, &g->prefill);
+    if (!status && way_allowed("prefill")) status = ctxkv__prefill_create(plan, &g->prefill);
+    if (!status && way_allowed("decode")) status = ctxkv__decode_create(plan, &g->decode);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -46,6 +60,7 @@ void ctxkv__cuda_chain_destroy(struct ctxkv_chain *plan) {
     if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
         ctxkv__prefill_destroy(plan, g->prefill);
+        ctxkv__decode_destroy(plan, g->decode);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
     free(g);
@@ -95,7 +110,7 @@ static ctxkv_status launch_parts(
         .stream = call->stream,
     };
     bool cublas = ctxkv__cuda_projection_uses_cublas(plan->projection);
-    ctxkv_status status = ctxkv__cuda_norms_launch(plan->norms, &norms);
+    ctxkv_status status = ctxkv__cuda_norms_launch(plan->norms, &norms, 0);
     if (!status)
         status = ctxkv__cuda_projection_launch(
             plan->projection, &projection, cublas ? workspace + g->cublas_offset : 0);
@@ -105,6 +120,8 @@ static ctxkv_status launch_parts(
 static ctxkv_status launch(struct ctxkv_chain *plan, const struct ctxkv__chain_call *call) {
     const struct chain_gpu *g = plan->gpu;
     char *workspace = call->workspace ? call->workspace : (char *)(uintptr_t)g->workspace;
+    if (ctxkv__decode_takes_run(g->decode, call))
+        return ctxkv__decode_launch(plan, g->decode, call, workspace);
     if (ctxkv__prefill_takes(plan, g->prefill, call))
         return ctxkv__prefill_launch(plan, g->prefill, call, workspace);
     return launch_parts(plan, call, workspace);
@@ -122,6 +139,7 @@ ctxkv_status ctxkv__cuda_chain_run(struct ctxkv_chain *plan, const struct ctxkv_
 size_t ctxkv__cuda_chain_memory(const struct ctxkv_chain *plan) {
     const struct chain_gpu *g = plan->gpu;
     return plan->workspace_size + ctxkv__prefill_memory(g->prefill) +
+           ctxkv__decode_memory(g->decode) +
            ctxkv__cuda_norms_memory(plan->norms) +
            ctxkv__cuda_projection_memory(plan->projection) + ctxkv__cuda_store_memory(plan->store);
 }

@@ -19,4 +19,18 @@ ctxkv_status ctxkv__prefill_launch(
     const struct ctxkv_chain *plan, const struct ctxkv__prefill *prefill,
     const struct ctxkv__chain_call *call, char *workspace);
 
+struct ctxkv__decode;
+// NULL without an error where the kernels do not know the chain or there is no room for the packed
+// copy of the weights that they read.
+ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode **decode);
+void ctxkv__decode_destroy(const struct ctxkv_chain *plan, struct ctxkv__decode *decode);
+size_t ctxkv__decode_memory(const struct ctxkv__decode *decode);
+// Bytes of the chain's workspace that this way wants; 0 where it does not exist.
+size_t ctxkv__decode_workspace(const struct ctxkv_chain *plan);
+bool ctxkv__decode_takes_run(
+    const struct ctxkv__decode *decode, const struct ctxkv__chain_call *call);
+ctxkv_status ctxkv__decode_launch(
+    const struct ctxkv_chain *plan, const struct ctxkv__decode *decode,
+    const struct ctxkv__chain_call *call, char *workspace);
+
 #endif

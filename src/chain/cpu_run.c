@@ -21,6 +21,7 @@ enum ctxkv__sum_order ctxkv__norm_order(
 // From this size on outputs are written past the caches: they would only push other data out, and
 // a plain store first reads the line it overwrites.
 #define STREAM_NORM_ROWS 32 // rows of all layers
+#define STREAM_STORE_BYTES (1 << 20)
 
 struct norms_loop {
     ctxkv__norms_fn *fn;
@@ -33,9 +34,11 @@ static void norms_part(void *context, int64_t begin, int64_t end, int worker, vo
     loop->fn(&loop->args, begin, end);
 }
 
-// total_rows: the rows of the whole call, of which this may be a chunk.
+// total_rows: the rows of the whole call, of which this may be a chunk. In a chain the output is
+// read next, so it stays in the caches.
 static void run_norms(
-    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call, int64_t total_rows) {
+    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call, int64_t total_rows,
+    bool in_chain) {
     struct norms_loop loop = {plan->device->kernels.norms, plan->args};
     const ctxkv_norms_desc *desc = &plan->desc;
     loop.args.hidden.order = ctxkv__norm_order(&desc->hidden, desc->numerics, false, total_rows);
@@ -45,12 +48,12 @@ static void run_norms(
     loop.args.out = call->out;
     loop.args.out_layer_stride = call->out_layer_stride;
     loop.args.out_row_stride = call->out_row_stride;
-    loop.args.stream = call->rows * loop.args.num_layers >= STREAM_NORM_ROWS;
+    loop.args.stream = !in_chain && call->rows * loop.args.num_layers >= STREAM_NORM_ROWS;
     ctxkv__pool_loop(plan->device->pool, call->rows, 4, norms_part, &loop);
 }
 
 void ctxkv__cpu_norms(const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call) {
-    run_norms(plan, call, call->rows);
+    run_norms(plan, call, call->rows, false);
 }
 
 struct projection_loop {
@@ -144,6 +147,8 @@ static void run_store(
     for (int64_t l = 0; l < loop.args.num_layers; l++)
         if (call->slots[l].slots && call->slots[l].rows > most) most = call->slots[l].rows;
     if (most == 0) return;
+    int64_t row_bytes = 4 * loop.args.num_heads * loop.args.head_dim * loop.args.num_layers;
+    loop.args.stream = most >= STREAM_STORE_BYTES / row_bytes;
     loop.parts_per_layer = (most + STORE_ROWS - 1) / STORE_ROWS;
     pthread_mutex_lock(&plan->run_lock);
     loop.faults = plan->worker_faults;
@@ -194,7 +199,7 @@ static void run_chunk(
     char *kv = workspace + round_up((size_t)(n_layers * plan->chunk_rows * d) * 2);
     const char *x = (const char *)call->x + 2 * first * call->x_row_stride;
     struct ctxkv__norms_call norms = {x, call->x_row_stride, rows, workspace, rows * d, d, 0};
-    run_norms(plan->norms, &norms, call->rows);
+    run_norms(plan->norms, &norms, call->rows, true);
     struct ctxkv__projection_call projection = {
         workspace, n_layers == 1 ? 0 : rows * d, d, rows, kv, rows * columns, columns, 0};
     ctxkv__cpu_projection(plan->projection, &projection);

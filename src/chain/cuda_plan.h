@@ -19,9 +19,20 @@ ctxkv_status ctxkv__cuda_gains(
     const struct ctxkv__cuda_device *gpu, const struct ctxkv__view *rows, int64_t count, int64_t n,
     float centre, float *gains);
 
+// Norms written as "packed n" (params.h) for a kernel that begins early and wants words cleared.
+struct ctxkv__lines {
+    int tile_rows;               // 0: row-major as the call says
+    int64_t out_tile, out_layer; // 16-byte vectors
+    unsigned *zero;
+    int zero_count;
+};
+// Whether the norms can be written so: one launch does them.
+bool ctxkv__cuda_norms_takes_lines(const struct ctxkv_norms *plan);
+
 // Runs without entering the context: for a chain that has done so.
 ctxkv_status ctxkv__cuda_norms_launch(
-    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call);
+    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call,
+    const struct ctxkv__lines *lines); // NULL: row-major
 ctxkv_status ctxkv__cuda_projection_launch(
     struct ctxkv_projection *plan, const struct ctxkv__projection_call *call, void *workspace);
 ctxkv_status ctxkv__cuda_store_launch(

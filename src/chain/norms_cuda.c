@@ -178,7 +178,7 @@ static enum row_shape shape_for(
 
 static ctxkv_status launch_rows(
     const struct ctxkv_norms *plan, struct norms_gpu g, const struct ctxkv__norms_call *call,
-    int64_t layers) {
+    int64_t layers, const struct ctxkv__lines *lines) {
     const ctxkv_norms_desc *d = &plan->desc;
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     if (!ctxkv__aligned(call->x, 16) || call->x_row_stride % 8) g.flags |= CTXKV_NORMS_X_BY2;
@@ -200,6 +200,14 @@ static ctxkv_status launch_rows(
         .layer_eps = d->layer.eps,
         .flags = g.flags,
     };
+    if (lines) {
+        p.flags |= CTXKV_NORMS_NEXT_EARLY;
+        p.out_layer = lines->out_layer;
+        p.tile_rows = lines->tile_rows;
+        p.out_tile = lines->out_tile;
+        p.zero = lines->zero;
+        p.zero_count = lines->zero_count;
+    }
     int64_t blocks = call->rows, columns = 1;
     unsigned groups = 1, shared = 0;
     if (shape == FEW16 || shape == FEW32) columns = layers;
@@ -225,7 +233,7 @@ static ctxkv_status launch_rows(
 
 static ctxkv_status launch_rms(
     const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call, const ctxkv_norm *norm,
-    const char *gain) {
+    const char *gain, const struct ctxkv__lines *lines) {
     int64_t n = plan->desc.hidden_size, vectors = n / 8;
     bool few = norm->kind != CTXKV_NORM_ABSENT &&
                ctxkv__norm_order(norm, plan->desc.numerics, false, call->rows) ==
@@ -246,6 +254,12 @@ static ctxkv_status launch_rms(
         .flags = (by2 ? CTXKV_NORMS_X_BY2 : 0) |
                  (norm->kind == CTXKV_NORM_ABSENT ? CTXKV_RMS_COPY : 0),
     };
+    if (lines) {
+        p.tile_rows = lines->tile_rows;
+        p.out_tile = lines->out_tile;
+        p.zero = lines->zero;
+        p.zero_count = lines->zero_count;
+    }
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_norms_rms,
         .grid = {(uint32_t)call->rows, 1, 1},
@@ -269,9 +283,9 @@ static ctxkv_status launch_steps(
     if (d->hidden.kind == CTXKV_NORM_ROW) {
         struct norms_gpu only = *g;
         only.flags |= CTXKV_NORMS_NO_LAYER;
-        status = launch_rows(plan, only, &hidden, 1);
+        status = launch_rows(plan, only, &hidden, 1, 0);
     } else if (d->hidden.kind == CTXKV_NORM_RMS || d->layer.kind == CTXKV_NORM_ABSENT) {
-        status = launch_rms(plan, &hidden, &d->hidden, g->hidden32);
+        status = launch_rms(plan, &hidden, &d->hidden, g->hidden32, 0);
     }
     if (two) {
         layer.x = hidden.out;
@@ -280,17 +294,26 @@ static ctxkv_status launch_steps(
     if (!status && d->layer.kind == CTXKV_NORM_ROW) {
         struct norms_gpu only = *g;
         only.flags |= CTXKV_NORMS_NO_HIDDEN;
-        return launch_rows(plan, only, &layer, d->num_layers);
+        return launch_rows(plan, only, &layer, d->num_layers, 0);
     }
     for (int64_t l = 0; !status && d->layer.kind == CTXKV_NORM_RMS && l <= last; l++) {
         layer.out = (char *)call->out + l * call->out_layer_stride * 2;
-        status = launch_rms(plan, &layer, &d->layer, g->layer32 + l * d->hidden_size * 4);
+        status = launch_rms(plan, &layer, &d->layer, g->layer32 + l * d->hidden_size * 4, 0);
     }
     return status;
 }
 
+static bool one_rms(const struct ctxkv_norms *plan) {
+    return plan->desc.hidden.kind == CTXKV_NORM_RMS && plan->desc.layer.kind == CTXKV_NORM_ABSENT;
+}
+
+bool ctxkv__cuda_norms_takes_lines(const struct ctxkv_norms *plan) {
+    return ((const struct norms_gpu *)plan->gpu)->fused || one_rms(plan);
+}
+
 ctxkv_status ctxkv__cuda_norms_launch(
-    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call) {
+    const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call,
+    const struct ctxkv__lines *lines) {
     const struct norms_gpu *g = plan->gpu;
     if (!ctxkv__aligned(call->out, 16) || call->out_row_stride % 8 || call->out_layer_stride % 8)
         return ctxkv__fail(
@@ -302,14 +325,16 @@ ctxkv_status ctxkv__cuda_norms_launch(
         return ctxkv__fail(
             CTXKV_INVALID_ARGUMENT, "T is %" PRId64 ", must be at most %d on a GPU", call->rows,
             INT32_MAX);
-    return g->fused ? launch_rows(plan, *g, call, plan->out_layers) : launch_steps(plan, g, call);
+    if (g->fused) return launch_rows(plan, *g, call, plan->out_layers, lines);
+    if (one_rms(plan)) return launch_rms(plan, call, &plan->desc.hidden, g->hidden32, lines);
+    return launch_steps(plan, g, call);
 }
 
 ctxkv_status ctxkv__cuda_norms_run(struct ctxkv_norms *plan, const struct ctxkv__norms_call *call) {
     struct ctxkv__gpu_scope scope;
     ctxkv_status status = ctxkv__gpu_enter(plan->device->gpu, &scope);
     if (status) return status;
-    status = ctxkv__cuda_norms_launch(plan, call);
+    status = ctxkv__cuda_norms_launch(plan, call, 0);
     ctxkv__gpu_leave(plan->device->gpu, &scope);
     return status;
 }

@@ -3,12 +3,13 @@
 #define _GNU_SOURCE
 #include "pool.h"
 
-#include <fenv.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <unistd.h>
+
+#include "../ops/float_mode.h"
 
 struct worker {
     struct ctxkv__pool *pool;
@@ -116,8 +117,7 @@ void ctxkv__pool_loop(
     struct ctxkv__pool *pool, int64_t count, int64_t grain, ctxkv__loop_fn *fn, void *context) {
     if (count <= 0) return;
     fenv_t mode;
-    fegetenv(&mode);
-    fesetenv(FE_DFL_ENV);
+    ctxkv__float_mode_enter(&mode);
     pthread_mutex_lock(&pool->callers);
     bool alone = pool->threads == 1 || count <= grain || pool->owner != getpid();
     pthread_mutex_lock(&pool->lock);
@@ -139,5 +139,5 @@ void ctxkv__pool_loop(
         pthread_mutex_unlock(&pool->lock);
     }
     pthread_mutex_unlock(&pool->callers);
-    fesetenv(&mode);
+    ctxkv__float_mode_leave(&mode);
 }

@@ -130,10 +130,21 @@ struct place {
 };
 static __device__ __forceinline__ place place_of(const ctxkv_norms_params &p, i64 row, int t) {
     place o;
-    o.base = (char *)p.out + (row * p.out_row + t * p.out_column) * 16;
+    i64 vector = row * p.out_row + t * p.out_column, chunk = p.out_column * (STEP / 8);
+    if (p.tile_rows) {
+        const u32 tile = (u32)row / (u32)p.tile_rows, r = (u32)row - tile * p.tile_rows;
+        vector = tile * p.out_tile + ((t / 8) * p.tile_rows + r) * 8 + ((t ^ r) & 7);
+        chunk = STEP / 8 * p.tile_rows;
+    }
+    o.base = (char *)p.out + vector * 16;
     o.layer = p.out_layer * 16;
-    o.chunk = p.out_column * (STEP / 8 * 16);
+    o.chunk = chunk * 16;
     return o;
+}
+// Words that the next kernel expects to be zero; call after the launch wait.
+static __device__ __forceinline__ void clear_words(const ctxkv_norms_params &p) {
+    if (blockIdx.x | blockIdx.y) return;
+    for (int i = threadIdx.x; i < p.zero_count; i += blockDim.x) p.zero[i] = 0;
 }
 static __device__ __forceinline__ void write_row(const place &o, int layer, const float *v) {
     char *dst = o.base + layer * o.layer;
@@ -145,6 +156,7 @@ template <int ORDER, bool SCALED, bool FP32>
 static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     __shared__ float warp_sums[2][8];
     const int first = threadIdx.x * 8, layer = blockIdx.y;
+    if (p.flags & CTXKV_NORMS_NEXT_EARLY) launch_next();
     uint4 x[CHUNKS];
     float h[VALUES], g[VALUES], layer_g[VALUES];
     load_gains<FP32>(p.hidden_gain, first, g);
@@ -152,11 +164,12 @@ static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     const place o = place_of(p, blockIdx.x, threadIdx.x);
     launch_wait();
     load_row((const u16 *)p.x + blockIdx.x * p.x_row + first, x);
+    clear_words(p);
     widen(x, h);
     hidden_norm<ORDER>(p, g, h, warp_sums[0], 0);
     if (SCALED) scale_by(layer_g, h);
     const float s = row_sum<ORDER>(h, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums[1], 0);
-    // Not earlier: the next kernel's blocks would take issue slots that this one needs.
+    // Not earlier as a rule: the next kernel's blocks would take issue slots that this one needs.
     launch_next();
     scale(root(s, p.layer_eps), h);
     if (!SCALED) scale_by(layer_g, h);
@@ -213,6 +226,7 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const int layer = blockIdx.y * p.layers_per_block;
     const int end = min(layer + p.layers_per_block, p.layers);
     const int layer_vectors = D * (FP32 ? 4 : 2) / 16;
+    if (p.flags & CTXKV_NORMS_NEXT_EARLY) launch_next();
     {
         const uint4 *src = (const uint4 *)p.layer_gain + (i64)layer * layer_vectors;
         for (int i = threadIdx.x; i < (end - layer) * layer_vectors; i += blockDim.x)
@@ -226,6 +240,7 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const u16 *x = (const u16 *)p.x + first;
     uint4 next[CHUNKS];
     if (row < p.rows) load_row(x + row * p.x_row, next);
+    clear_words(p);
     copy_wait();
     __syncthreads();
     for (int turn = 0; row < p.rows; row += stride, turn ^= 1) {
@@ -312,6 +327,7 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
     const int first = threadIdx.x * 8;
     launch_next();
     launch_wait();
+    clear_words(p);
     int turn = 0;
     for (i64 row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
         const u16 *x = (const u16 *)p.x + row * p.x_row + first;

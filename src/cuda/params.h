@@ -14,6 +14,7 @@
 #define CTXKV_NORMS_X_BY2 8u        // x is not 16-byte aligned in every row (only in `any`)
 #define CTXKV_NORMS_NO_HIDDEN 16u   // the hidden norm is absent: h = x (only in `any`)
 #define CTXKV_NORMS_NO_LAYER 32u    // the layer norm is absent: out = h (only in `any`)
+#define CTXKV_NORMS_NEXT_EARLY 64u  // the next kernel has much to do before its launch wait
 
 // Output vector (16 bytes) of columns 8c..8c+7 of row t of layer l lies at index
 // l*out_layer + t*out_row + c*out_column: row-major and "packed n" differ in these alone.
@@ -29,9 +30,16 @@ typedef struct {
     int layers_per_block;
     float hidden_eps, layer_eps;
     unsigned flags;
+    // 0, or the rows of an output tile of "packed n": row t is row r = t % tile_rows of tile
+    // t / tile_rows, tiles begin out_tile vectors apart, and a tile's vector of columns 8c..8c+7 lies
+    // at (c/8*tile_rows + r)*8 + (c%8 ^ r%8). out_row and out_column mean nothing then.
+    int tile_rows;
+    long long out_tile;
+    unsigned *zero; // words to clear for the next kernel
+    int zero_count;
 } ctxkv_norms_params;
 
-#define CTXKV_RMS_COPY 64u // no norm: out = x
+#define CTXKV_RMS_COPY 128u // no norm: out = x
 
 // vLLM's rms_norm: y = (x * r) * w. `threads` of the block take part in the sum's order.
 typedef struct {
@@ -45,6 +53,10 @@ typedef struct {
     int threads;
     float eps;
     unsigned flags; // CTXKV_NORMS_X_BY2, CTXKV_RMS_COPY
+    int tile_rows;  // these as above
+    long long out_tile;
+    unsigned *zero;
+    int zero_count;
 } ctxkv_rms_params;
 
 // ---- projection ----

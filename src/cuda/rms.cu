@@ -21,8 +21,17 @@ static __device__ __forceinline__ uint4 load_x(const ctxkv_rms_params &p, const 
     return p.flags & CTXKV_NORMS_X_BY2 ? load16_by2(x + v * 8) : load16_stream(x + v * 8);
 }
 
+static __device__ __forceinline__ char *place(const ctxkv_rms_params &p, i64 row, int v) {
+    i64 vector = row * p.out_row + v * p.out_column;
+    if (p.tile_rows) {
+        const u32 tile = (u32)row / (u32)p.tile_rows, r = (u32)row - tile * p.tile_rows;
+        vector = tile * p.out_tile + ((i64)(v / 8) * p.tile_rows + r) * 8 + ((v ^ r) & 7);
+    }
+    return (char *)p.out + vector * 16;
+}
+
 static __device__ __forceinline__ void
-write8(const ctxkv_rms_params &p, char *out, int v, uint4 w, float r) {
+write8(const ctxkv_rms_params &p, i64 row, int v, uint4 w, float r) {
     float y[8];
     bf16_unpack8(w, y);
     const float4 a = __ldg((const float4 *)p.gain + 2 * v);
@@ -30,7 +39,7 @@ write8(const ctxkv_rms_params &p, char *out, int v, uint4 w, float r) {
     const float g[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int e = 0; e < 8; e++) y[e] = mul_rn(mul_rn(y[e], r), g[e]);
-    store16(out + v * p.out_column * 16, bf16_pack8(y));
+    store16(place(p, row, v), bf16_pack8(y));
 }
 
 extern "C" __global__ void __launch_bounds__(1024, 1)
@@ -39,15 +48,16 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     const int t = threadIdx.x, warps = (p.threads + 31) / 32;
     const i64 row = blockIdx.x;
     const u16 *x = (const u16 *)p.x + row * p.x_row;
-    char *out = (char *)p.out + row * p.out_row * 16;
     const bool takes_part = t < p.threads;
     uint4 kept[KEEP];
     float a = 0.0f;
     launch_next();
     launch_wait();
+    if (row == 0)
+        for (int i = t; i < p.zero_count; i += blockDim.x) p.zero[i] = 0;
     if (p.flags & CTXKV_RMS_COPY) {
         for (int v = t; v < p.vectors; v += blockDim.x)
-            store16(out + v * p.out_column * 16, load_x(p, x, v));
+            store16(place(p, row, v), load_x(p, x, v));
         return;
     }
 #pragma unroll
@@ -72,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 #pragma unroll
     for (int i = 0; i < KEEP; i++) {
         const int v = t + i * p.threads;
-        if (v < p.vectors) write8(p, out, v, kept[i], r);
+        if (v < p.vectors) write8(p, row, v, kept[i], r);
     }
     for (int v = t + KEEP * p.threads; v < p.vectors; v += p.threads)
-        write8(p, out, v, load_x(p, x, v), r);
+        write8(p, row, v, load_x(p, x, v), r);
 }

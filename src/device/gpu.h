@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "../chain/device.h"
+#include "../cuda/decode_params.h"
 #include "driver.h"
 
 enum ctxkv__module {
@@ -65,7 +66,7 @@ void ctxkv__gpu_unload(struct ctxkv__cuda_device *gpu);
 struct ctxkv__launch {
     enum ctxkv__kernel kernel;
     uint32_t grid[3], threads, shared;
-    uint32_t cluster; // blocks of a cluster along x; 0: none
+    uint32_t cluster[2]; // blocks of a cluster along x and y; 0: none
     void *stream;
     const void *params; // the kernel's one parameter
 };

@@ -75,11 +75,12 @@ ctxkv_status ctxkv__gpu_launch(
         a->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         a->value.programmaticStreamSerializationAllowed = 1;
     }
-    if (launch->cluster) {
+    if (launch->cluster[0] * launch->cluster[1] > 1) {
         CUlaunchAttribute *a = &attributes[config.numAttrs++];
         a->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-        a->value.clusterDim.x = launch->cluster;
-        a->value.clusterDim.y = a->value.clusterDim.z = 1;
+        a->value.clusterDim.x = launch->cluster[0];
+        a->value.clusterDim.y = launch->cluster[1];
+        a->value.clusterDim.z = 1;
     }
     void *params[1] = {(void *)(uintptr_t)launch->params};
     CUresult result =

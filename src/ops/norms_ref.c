@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scalar truth of the norms: written to be read beside SPEC 3.1 and 5, never optimised.
 #include "norms.h"
+#include "float_mode.h"
 #include "numerics.h"
 
 #define ROW_THREADS 256
@@ -117,6 +118,8 @@ void ctxkv__norms_ref(const struct ctxkv__norms_args *args, int64_t row_begin, i
 }
 
 void ctxkv__gains(const void *weights, bool fp32, int64_t n, float centre, float *gains) {
+    fenv_t mode;
+    ctxkv__float_mode_enter(&mode);
     for (int64_t i = 0; i < n; i++) {
         float w;
         if (fp32)
@@ -125,4 +128,5 @@ void ctxkv__gains(const void *weights, bool fp32, int64_t n, float centre, float
             w = ctxkv__load_bf16(weights, i);
         gains[i] = w + centre;
     }
+    ctxkv__float_mode_leave(&mode);
 }

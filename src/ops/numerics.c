@@ -7,17 +7,11 @@ static const int32_t rsqrt_segments[128][3] = {
 };
 
 uint32_t ctxkv__rsqrt_square(uint32_t x) {
-    // X*X without the partial products of columns below 19. Pair (i, j), i < j, is worth
-    // 2^(i+j+1); it is dropped when i + j < 18, so each low bit i drops bits i+1 .. 17-i.
-    // Without branches, for the bits are random.
-    uint64_t dropped = 0;
-    for (uint32_t i = 0; i < 9; i++) {
-        uint32_t partners = x & ((1u << (18 - i)) - 1u) & ~((2u << i) - 1u);
-        uint64_t worth = (1ull << (2 * i)) + ((uint64_t)partners << (i + 1));
-        dropped += worth & (0 - (uint64_t)((x >> i) & 1u));
-    }
-    dropped += (uint64_t)((x >> 9) & 1u) << 18;
-    return (uint32_t)(((uint64_t)x * x - dropped) >> 19);
+    // In units of 2^19. Among bits 9 and up only bit 9's own square is dropped, which a shift does.
+    // Of a lower bit i the pairs with bit 18 - i and up remain, and pair (i, j) is worth 2^(i+j+1).
+    uint32_t high = x >> 9, sum = (high * high) >> 1;
+    for (uint32_t i = 2; i < 9; i++) sum += (high >> (9 - i)) & (0u - ((x >> i) & 1u));
+    return sum;
 }
 
 // x: a positive normal number, or a subnormal's normalised significand with its exponent.
@@ -71,6 +65,7 @@ static int bf16_significand(uint16_t h) {
 
 static int64_t align(struct term t, int point, int emax) {
     // To units of 2^(emax - 25), truncated toward zero.
+    if (t.significand == 0) return 0; // its exponent is not part of emax
     int left = 25 - point - (emax - t.exponent);
     int64_t magnitude = t.significand < 0 ? -t.significand : t.significand;
     magnitude = left >= 0 ? magnitude << left : left > -64 ? magnitude >> -left : 0;

@@ -38,6 +38,7 @@ struct ctxkv__store_args {
     int64_t v_layer_stride, v_row_stride, v_head_stride;
     const struct ctxkv__cache *caches; // L
     const struct ctxkv__slots *slots;  // L
+    bool stream; // a hint: much is stored, so it need not pass through the caches
 };
 
 // What a run skipped: the number of (layer, row) pairs and the smallest of them.

@@ -95,7 +95,7 @@ void b16(void **state) {
     ctxkv_device_info info = {.size = sizeof info};
     assert_ok(ctxkv_device_get_info(s.place.device, &info));
     // The scalar truth takes 0.1 s a round.
-    s.calls = info.cpu_used == CTXKV_CPU_SCALAR ? 4 : getenv("CTXKV_TEST_LONG") ? 1000 : 50;
+    s.calls = info.cpu_used == CTXKV_CPU_SCALAR ? 4 : getenv("CTXKV_TEST_LONG") ? 1000 : 100;
     size_t count = (size_t)LAYERS * COLUMNS * HIDDEN;
     uint16_t *values = malloc(count * 2);
     float *gains = malloc(LAYERS * HIDDEN * sizeof *gains);

@@ -25,13 +25,6 @@ int main(int count, char **arguments) {
     return failed || !run;
 }
 
-void assert_refusal(ctxkv_status got, ctxkv_status want, const char *text, const char *call) {
-    if (got != want)
-        fail_msg("%s gave %s, not %s", call, ctxkv_status_name(got), ctxkv_status_name(want));
-    if (!strstr(ctxkv_last_error(), text))
-        fail_msg("%s says \"%s\", not \"%s\"", call, ctxkv_last_error(), text);
-}
-
 static size_t cache_bytes(const struct caches *c) {
     return (size_t)(c->blocks * c->heads * c->page * 2 * HEAD) * 2;
 }

@@ -3,27 +3,10 @@
 #ifndef CTXKV_TESTS_CASES_H
 #define CTXKV_TESTS_CASES_H
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "support.h"
+#include "checks.h"
 
 #define HIDDEN 8192
 #define HEAD 64
-
-#define assert_ok(call)                                                                            \
-    do {                                                                                           \
-        ctxkv_status status_ = (call);                                                             \
-        if (status_)                                                                               \
-            fail_msg("%s: %s: %s", #call, ctxkv_status_name(status_), ctxkv_last_error());         \
-    } while (0)
-// The call is refused with that status, and the message holds the text.
-#define assert_refused(call, status, text) assert_refusal((call), status, text, #call)
-void assert_refusal(ctxkv_status got, ctxkv_status want, const char *text, const char *call);
 
 // Layers of guarded cache storage [blocks, heads, page, 128], each its own buffer, with an image.
 #define MAX_CASE_LAYERS 16

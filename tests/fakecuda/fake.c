@@ -2,6 +2,7 @@
 // A CUDA driver and a cuBLAS made of plain memory.
 #include "fake.h"
 
+#include "cuda/decode_params.h"
 #include "cuda/params.h"
 #include "cuda/prefill_params.h"
 
@@ -30,7 +31,8 @@ bool fake_clean(void) {
 
 static bool fails(const char *name) {
     long call = fake.calls++;
-    return call == fake.fail_at || (fake.fail_name && !strcmp(fake.fail_name, name));
+    if (call == fake.fail_at) return true;
+    return fake.fail_name && !strcmp(fake.fail_name, name) && fake.named_calls++ >= fake.fail_after;
 }
 #define STEP(name)                                                                                 \
     do {                                                                                           \
@@ -122,6 +124,7 @@ static CUresult f_cuCtxSynchronize(void) {
 }
 static CUresult f_cuMemAlloc(CUdeviceptr *address, size_t bytes) {
     SLOW(cuMemAlloc);
+    if (fake.most_bytes && bytes > fake.most_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
     void *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!memory) return CUDA_ERROR_OUT_OF_MEMORY;
     *address = (CUdeviceptr)(uintptr_t)memory;
@@ -248,6 +251,8 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_store_", sizeof(ctxkv_store_fast)},
         {"ctxkv_prenorm", sizeof(ctxkv_prenorm_params)},
         {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
+        {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
+        {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (!strncmp(kernel, sizes[i].start, strlen(sizes[i].start))) return sizes[i].bytes;
@@ -272,6 +277,11 @@ static CUresult f_cuLaunchKernelEx(
     for (unsigned i = 0; i < config->numAttrs; i++)
         if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
             l->programmatic = config->attrs[i].value.programmaticStreamSerializationAllowed;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        if (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+            l->cluster[0] = config->attrs[i].value.clusterDim.x;
+            l->cluster[1] = config->attrs[i].value.clusterDim.y;
+        }
     size_t bytes = param_bytes(l->kernel);
     memcpy(l->params, params[0], bytes);
     return 0;

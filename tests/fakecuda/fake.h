@@ -11,7 +11,7 @@
 
 struct fake_launch {
     const char *kernel;
-    unsigned grid[3], threads, shared, attributes;
+    unsigned grid[3], threads, shared, attributes, cluster[2];
     int programmatic; // the attribute's value, -1: absent
     void *stream;
     unsigned char params[FAKE_PARAM_BYTES];
@@ -27,10 +27,12 @@ struct fake_state {
     // The call that fails: number fail_at (from 0), or every call of fail_name.
     long fail_at;
     const char *fail_name;
+    long fail_after;   // calls of fail_name that still succeed
+    size_t most_bytes; // larger allocations fail with out of memory; 0: none
     CUresult fail_with;
     int cublas_fail_with;
     // What happened.
-    long calls, slow_calls; // slow: whatever a run must not do
+    long calls, named_calls, slow_calls; // slow: whatever a run must not do
     long allocations, streams, libraries, retained, pushed, handles, relaxed;
     long allocated_ever, gemms, gemm_batch, gemm_columns, gemm_rows;
     int launches;

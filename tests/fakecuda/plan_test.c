@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUDA devices and plans against the fake driver: every failing call, captures, launches, leaks.
+#define _POSIX_C_SOURCE 200809L
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -10,11 +11,14 @@
 #include <cmocka.h>
 
 #include "ctxkv/ctxkv.h"
+#include "cuda/decode_params.h"
 #include "cuda/params.h"
 #include "cuda/prefill_params.h"
 #include "fake.h"
 
-enum { D = 8192, LAYERS = 2, HEADS = 2, ROWS = 4, COLUMNS = 2 * HEADS * 64, MOST_ROWS = 4096 };
+enum { D = 8192, LAYERS = 2, HEADS = 2, ROWS = 4, COLUMNS = 2 * HEADS * 64 };
+// Rows that go by the decode kernels, by norms, projection and store, and by the prefill kernels.
+enum { FEW_ROWS = 4, PART_ROWS = 100, MOST_ROWS = 4096 };
 
 static uint16_t hidden[D], layers[LAYERS * D], table[16 * 64], k_weight[LAYERS * 128];
 static uint16_t x[ROWS * D], out[LAYERS * ROWS * D], cache[LAYERS * 4 * HEADS * 16 * 128];
@@ -101,6 +105,7 @@ static ctxkv_status bind(ctxkv_chain *chain, int offset) {
         keys[l] = gpu_tensor(&k[l], base, bf16, 4, shape, stride);
         values[l] = gpu_tensor(&v[l], base + 64, bf16, 4, shape, stride);
     }
+    fake.launches = 0; // those of the plan's making
     return ctxkv_chain_bind_caches(chain, keys, values, LAYERS);
 }
 
@@ -113,7 +118,7 @@ static ctxkv_status run_rows(ctxkv_chain *chain, int64_t rows, void *stream) {
         gpu_tensor(&b[1], positions, i64, 1, (int64_t[]){rows}, 0), &s, 1, stream);
 }
 static ctxkv_status run(ctxkv_chain *chain, void *stream) {
-    return run_rows(chain, ROWS, stream);
+    return run_rows(chain, PART_ROWS, stream);
 }
 
 // Device, chain, caches, run, faults; whatever fails, what was made is destroyed.
@@ -123,6 +128,7 @@ static ctxkv_status whole(bool rms) {
     ctxkv_status status = ctxkv_device_open("cuda:0", 0, &p.device);
     if (!status) status = make_chain(p.device, rms, &p.chain);
     if (!status) status = bind(p.chain, 0);
+    if (!status) status = run_rows(p.chain, FEW_ROWS, 0);
     if (!status) status = run(p.chain, (void *)(uintptr_t)0x77);
     if (!status) status = run_rows(p.chain, MOST_ROWS, (void *)(uintptr_t)0x77);
     if (!status) status = ctxkv_chain_faults(p.chain, &faults);
@@ -204,7 +210,7 @@ static void runs_only_launch(void **state) {
     assert_int_equal(fake.gemms, 3);
     assert_int_equal(fake.gemm_batch, LAYERS);
     assert_int_equal(fake.gemm_columns, COLUMNS);
-    assert_int_equal(fake.gemm_rows, ROWS);
+    assert_int_equal(fake.gemm_rows, PART_ROWS);
     for (int i = 0; i < 6; i++) {
         assert_ptr_equal(fake.launch[i].stream, stream);
         assert_int_equal(fake.launch[i].programmatic, 1);
@@ -225,13 +231,14 @@ static void parameters_arrive(void **state) {
     ctxkv_norms_params n;
     memcpy(&n, l->params, sizeof n);
     assert_string_equal(l->kernel, "ctxkv_norms_few16_pair");
-    assert_int_equal(l->grid[0], ROWS);
+    assert_int_equal(l->grid[0], PART_ROWS);
     assert_int_equal(l->grid[1], LAYERS);
     assert_int_equal(l->threads, 256);
     assert_ptr_equal(n.x, x);
     assert_int_equal(n.x_row, D);
-    assert_int_equal(n.rows, ROWS);
-    assert_int_equal(n.out_layer, ROWS * D / 8);
+    assert_int_equal(n.rows, PART_ROWS);
+    assert_int_equal(n.tile_rows, 0);
+    assert_int_equal(n.out_layer, PART_ROWS * D / 8);
     assert_int_equal(n.layers, LAYERS);
     l = &fake.launch[1];
     ctxkv_store_common c;
@@ -239,7 +246,7 @@ static void parameters_arrive(void **state) {
     memcpy(&c, l->params, sizeof c);
     memcpy(&f, l->params + offsetof(ctxkv_store_fast, layer), sizeof f);
     assert_string_equal(l->kernel, "ctxkv_store_gptj");
-    assert_int_equal(l->grid[0], (ROWS * HEADS + 15) / 16);
+    assert_int_equal(l->grid[0], (PART_ROWS * HEADS + 15) / 16);
     assert_int_equal(l->grid[1], LAYERS);
     assert_ptr_equal(c.positions, positions);
     assert_ptr_equal(c.cos_sin, table);
@@ -251,6 +258,103 @@ static void parameters_arrive(void **state) {
     assert_int_equal(f.slot_count, 64);
     assert_int_equal(f.block_shift, 4);
     assert_int_equal(f.k_block, HEADS * 16 * 128 / 8);
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_device_close(p.device);
+}
+
+// Packed n goes from the norms to the decode kernel, which finds its counters cleared.
+static void few_rows_take_the_decode_kernels(void **state) {
+    (void)state;
+    struct parts p;
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+    assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_decode_pack");
+    ctxkv_decode_pack_params pack;
+    memcpy(&pack, fake.launch[1].params, sizeof pack);
+    assert_ptr_equal(pack.k, weights + COLUMNS * D);
+    assert_ptr_equal(pack.v, weights + COLUMNS * D + COLUMNS / 2 * D);
+    assert_int_equal(pack.half, COLUMNS / 2);
+    assert_int_equal(bind(p.chain, 1), CTXKV_OK);
+    long before = fake.slow_calls;
+    const int64_t rows[] = {1, FEW_ROWS, 33, 64};
+    for (int i = 0; i < 4; i++) {
+        fake.launches = 0;
+        assert_int_equal(run_rows(p.chain, rows[i], 0), CTXKV_OK);
+        assert_int_equal(fake.launches, 2);
+        ctxkv_norms_params n;
+        ctxkv_decode_params d;
+        const struct fake_launch *l = &fake.launch[1];
+        memcpy(&n, fake.launch[0].params, sizeof n);
+        memcpy(&d, l->params, sizeof d);
+        assert_string_equal(fake.launch[0].kernel, "ctxkv_norms_few16_pair");
+        assert_true(n.flags & CTXKV_NORMS_NEXT_EARLY);
+        assert_non_null(strstr(l->kernel, "ctxkv_decode_n"));
+        assert_int_equal(l->programmatic, 1);
+        assert_int_equal(l->grid[0], d.tiles);
+        assert_int_equal(l->grid[1], d.batch_tiles);
+        assert_int_equal(l->grid[2], LAYERS);
+        assert_int_equal(l->cluster[0], d.cluster_tiles * d.cluster_batches > 1 ? d.cluster_tiles : 0);
+        assert_ptr_equal(d.x, n.out);
+        assert_int_equal(n.tile_rows, d.batch_rows);
+        assert_int_equal(n.out_tile, (int64_t)d.chunks * d.batch_rows);
+        assert_int_equal(n.out_layer, d.x_layer);
+        assert_ptr_equal(n.zero, d.counters);
+        assert_int_equal(n.zero_count, LAYERS * d.batch_tiles * HEADS);
+        assert_int_equal(d.rows, rows[i]);
+        assert_true(d.batch_rows * d.batch_tiles >= rows[i]);
+        assert_true(d.tiles * d.tile_rows >= COLUMNS);
+        // The parts of the workspace lie behind one another.
+        assert_true((char *)d.kv >= (char *)d.x + LAYERS * d.x_layer * 16);
+        assert_true((char *)d.counters >= (char *)d.kv + LAYERS * d.kv_layer * 2);
+        size_t end = (size_t)((char *)(d.counters + n.zero_count) - (char *)d.x);
+        assert_true(end <= ctxkv_chain_workspace_size(p.chain));
+        assert_int_equal(d.flags, CTXKV_DECODE_CACHE_BY2);
+        assert_ptr_equal(d.layer[0].k, cache + 1);
+        assert_int_equal(d.layer[1].rows, rows[i]);
+    }
+    assert_int_equal(fake.slow_calls, before);
+    assert_int_equal(fake.gemms, 0);
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_device_close(p.device);
+}
+
+static void ways_can_be_named(void **state) {
+    (void)state;
+    const char *ways[] = {"none", "prefill", "decode"};
+    for (int i = 0; i < 3; i++) {
+        struct parts p;
+        setenv("CTXKV_CHAIN_WAYS", ways[i], 1);
+        assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+        assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+        assert_int_equal(bind(p.chain, 0), CTXKV_OK);
+        assert_int_equal(run_rows(p.chain, FEW_ROWS, 0), CTXKV_OK);
+        assert_int_equal(strstr(fake.launch[1].kernel, "decode") != 0, i == 2);
+        assert_int_equal(run_rows(p.chain, MOST_ROWS, 0), CTXKV_OK);
+        assert_int_equal(strstr(fake.launch[3].kernel, "prefill") != 0, i == 1);
+        ctxkv_chain_destroy(p.chain);
+        ctxkv_device_close(p.device);
+    }
+    unsetenv("CTXKV_CHAIN_WAYS");
+}
+
+// A GPU short of memory for the packed weights has the chain all the same.
+static void no_room_for_packed_weights(void **state) {
+    (void)state;
+    struct parts p;
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+    fake.most_bytes = 20 << 20;
+    fake.fail_with = CUDA_ERROR_OUT_OF_MEMORY;
+    assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OUT_OF_MEMORY); // the workspace
+    assert_non_null(strstr(ctxkv_last_error(), "workspace"));
+    fake.most_bytes = 0;
+    fake.fail_name = "cuMemAlloc";
+    // Every allocation from number n on fails: the first n with which there is a chain.
+    for (fake.fail_after = 0; make_chain(p.device, false, &p.chain); fake.fail_after++)
+        fake.named_calls = 0;
+    fake.fail_name = 0;
+    assert_int_equal(bind(p.chain, 0), CTXKV_OK);
+    assert_int_equal(run_rows(p.chain, FEW_ROWS, 0), CTXKV_OK);
+    assert_string_equal(fake.launch[1].kernel, "ctxkv_store_gptj");
     ctxkv_chain_destroy(p.chain);
     ctxkv_device_close(p.device);
 }
@@ -317,7 +421,6 @@ static void programmatic_launch_can_be_off(void **state) {
         ctxkv_device_options_init(&options);
         if (old) fake.major = 8;
         else options.programmatic_launch = 0;
-        fake.launches = 0;
         assert_int_equal(ctxkv_device_open("cuda:0", &options, &p.device), CTXKV_OK);
         assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
         assert_int_equal(bind(p.chain, 0), CTXKV_OK);
@@ -353,7 +456,7 @@ static void cublas_failures(void **state) {
     assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
     assert_int_equal(bind(p.chain, 0), CTXKV_OK);
     assert_int_equal(run(p.chain, 0), CTXKV_OK);
-    assert_string_equal(fake.launch[1].kernel, "ctxkv_projection_16");
+    assert_string_equal(fake.launch[1].kernel, "ctxkv_projection_64");
     struct box b;
     ctxkv_projection *projection;
     ctxkv_projection_desc d;
@@ -422,6 +525,9 @@ int main(void) {
         cmocka_unit_test_setup_teardown(captures_refuse_plans, setup, teardown),
         cmocka_unit_test_setup_teardown(runs_only_launch, setup, teardown),
         cmocka_unit_test_setup_teardown(parameters_arrive, setup, teardown),
+        cmocka_unit_test_setup_teardown(few_rows_take_the_decode_kernels, setup, teardown),
+        cmocka_unit_test_setup_teardown(ways_can_be_named, setup, teardown),
+        cmocka_unit_test_setup_teardown(no_room_for_packed_weights, setup, teardown),
         cmocka_unit_test_setup_teardown(many_rows_take_the_prefill_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(odd_caches_take_the_other_kernel, setup, teardown),
         cmocka_unit_test_setup_teardown(programmatic_launch_can_be_off, setup, teardown),

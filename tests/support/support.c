@@ -24,7 +24,7 @@ void die(const char *format, ...) {
     vfprintf(stderr, format, args);
     va_end(args);
     fprintf(stderr, " (ctxkv: %s)\n", ctxkv_last_error());
-    _exit(99);
+    abort();
 }
 
 struct place place_open(int threads) {

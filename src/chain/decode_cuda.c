@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chain by the decode kernels, for at most 64 rows on sm_90: norms written as packed n, then one
+// kernel that projects exactly from packed weights and stores. The weights' copy is the plan's.
+#include <stdlib.h>
+#include <string.h>
+
+#include "../cuda/decode_params.h"
+#include "../cuda/decode_plan.h"
+#include "chain_ways.h"
+
+struct ctxkv__decode {
+    struct ctxkv__decode_shape shape;
+    int packings;
+    struct ctxkv__decode_packing packing[2];
+    CUdeviceptr weights[2];
+    size_t bytes, kv_offset, counter_offset;
+    int64_t x_layers;
+    unsigned flags; // CTXKV_DECODE_TABLE_BY2
+};
+
+static struct ctxkv__decode_shape shape_of(const struct ctxkv_chain *plan) {
+    const ctxkv_projection_desc *p = &plan->projection->desc;
+    return (struct ctxkv__decode_shape){
+        .hidden_size = p->hidden_size,
+        .num_layers = p->num_layers,
+        .num_heads = p->num_kv_heads,
+        .head_dim = p->head_dim,
+        .multiprocessors = plan->device->gpu->multiprocessors,
+        .shared_memory = (size_t)plan->device->gpu->shared_limit,
+    };
+}
+
+static bool suits(const struct ctxkv_chain *plan) {
+    const ctxkv_projection_desc *p = &plan->projection->desc;
+    struct ctxkv__decode_shape shape = shape_of(plan);
+    struct ctxkv__decode_cut cut;
+    // A D that is no multiple of 64 would need columns of zeros in every caller's workspace.
+    bool sound = plan->device->gpu->arch == 90 && p->hidden_size % 64 == 0 &&
+                 p->mode != CTXKV_PROJECTION_CUBLAS && !plan->projection->bias_view.data &&
+                 ctxkv__cuda_norms_takes_lines(plan->norms);
+    return sound && ctxkv__decode_takes(&shape) && ctxkv__decode_cut(&shape, 1, &cut) &&
+           ctxkv__decode_cut(&shape, CTXKV_DECODE_MAX_ROWS, &cut);
+}
+
+static size_t padded(size_t bytes) {
+    return (bytes + 255) / 256 * 256;
+}
+
+// Packed n, the room for K, the counters, in this order.
+static size_t layout(const struct ctxkv_chain *plan, size_t *kv, size_t *counters) {
+    struct ctxkv__decode_shape shape = shape_of(plan);
+    *kv = padded(ctxkv__decode_x_bytes(&shape, plan->max_rows, plan->norms->out_layers));
+    *counters = *kv + padded(ctxkv__decode_kv_bytes(&shape, plan->max_rows));
+    return *counters + padded(ctxkv__decode_counter_bytes(&shape));
+}
+
+size_t ctxkv__decode_workspace(const struct ctxkv_chain *plan) {
+    size_t kv, counters;
+    return suits(plan) ? layout(plan, &kv, &counters) : 0;
+}
+
+static ctxkv_status pack_layer(
+    const struct ctxkv_chain *plan, const struct ctxkv__decode_packing *packing, int64_t layer,
+    CUdeviceptr to) {
+    const struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    const struct ctxkv__weight_block *k = &plan->projection->blocks[2 * layer], *v = k + 1;
+    int64_t d = plan->projection->desc.hidden_size;
+    bool aligned = ctxkv__aligned(k->data, 16) && ctxkv__aligned(v->data, 16) &&
+                   k->row_stride % 8 == 0 && v->row_stride % 8 == 0;
+    ctxkv_decode_pack_params p = {
+        .k = k->data,
+        .v = v->data,
+        .out = (void *)(uintptr_t)to,
+        .k_row = k->row_stride,
+        .v_row = v->row_stride,
+        .half = (int)plan->projection->args.block_columns,
+        .tile_rows = packing->tile_rows,
+        .tiles = packing->tiles,
+        .chunks = (int)(d / 8),
+        .data_chunks = (int)(d / 8),
+        .by2 = !aligned,
+    };
+    struct ctxkv__launch launch = {
+        .kernel = CTXKV__KERNEL_decode_pack,
+        .grid = {(uint32_t)ctxkv__ceil_div(d / 8, 256), (uint32_t)packing->tile_rows,
+                 (uint32_t)packing->tiles},
+        .threads = 256,
+        .stream = gpu->stream,
+        .params = &p,
+    };
+    return ctxkv__gpu_launch(gpu, &launch);
+}
+
+static ctxkv_status pack_weights(const struct ctxkv_chain *plan, struct ctxkv__decode *d, int i) {
+    const struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    const struct ctxkv__decode_packing *packing = &d->packing[i];
+    size_t layers = (size_t)plan->projection->desc.num_layers;
+    size_t bytes = packing->layer_bytes * layers;
+    ctxkv_status status = ctxkv__gpu_alloc(gpu, bytes, "the packed weights", &d->weights[i]);
+    for (size_t l = 0; !status && l < layers; l++)
+        status =
+            pack_layer(plan, packing, (int64_t)l, d->weights[i] + l * packing->layer_bytes);
+    d->bytes += bytes;
+    return status;
+}
+
+static enum ctxkv__kernel kernel_of(const struct ctxkv__decode_cut *cut) {
+#define KERNEL(n, s)                                                                               \
+    if (cut->columns == n && cut->steps == s) return CTXKV__KERNEL_decode_n##n##_s##s;
+    CTXKV_DECODE_SHAPES(KERNEL)
+#undef KERNEL
+    return CTXKV__KERNELS;
+}
+
+// Every kernel that a run of 1..64 rows may ask for.
+static ctxkv_status load_kernels(const struct ctxkv_chain *plan, const struct ctxkv__decode *d) {
+    ctxkv_status status = CTXKV_OK;
+    for (int rows = 1; !status && rows <= CTXKV_DECODE_MAX_ROWS; rows++) {
+        struct ctxkv__decode_cut cut;
+        if (!ctxkv__decode_cut(&d->shape, rows, &cut) || kernel_of(&cut) == CTXKV__KERNELS)
+            return ctxkv__fail(CTXKV_NO_KERNEL, "no decode kernel for %d rows", rows);
+        status = ctxkv__gpu_kernel(plan->device->gpu, kernel_of(&cut));
+    }
+    return status;
+}
+
+ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode **decode) {
+    struct ctxkv__cuda_device *gpu = plan->device->gpu;
+    *decode = 0;
+    if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_decode)) return CTXKV_OK;
+    struct ctxkv__decode *d = calloc(1, sizeof *d);
+    if (!d) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the decode plan");
+    d->shape = shape_of(plan);
+    d->packings = ctxkv__decode_packings(&d->shape, d->packing);
+    d->x_layers = plan->norms->out_layers;
+    layout(plan, &d->kv_offset, &d->counter_offset);
+    if (plan->store->cos_sin.data && !ctxkv__aligned(plan->store->cos_sin.data, 16))
+        d->flags |= CTXKV_DECODE_TABLE_BY2;
+    ctxkv__gpu_settle(gpu);
+    ctxkv_status status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_decode_pack);
+    if (!status) status = load_kernels(plan, d);
+    for (int i = 0; !status && i < d->packings; i++) status = pack_weights(plan, d, i);
+    CUresult result = gpu->cu->cuStreamSynchronize(gpu->stream);
+    if (!status && result) status = ctxkv__cu_fail(gpu->cu, result, "packing the weights");
+    if (!status) {
+        *decode = d;
+        return CTXKV_OK;
+    }
+    ctxkv__decode_destroy(plan, d);
+    // The chain works without its faster way.
+    return status == CTXKV_OUT_OF_MEMORY ? CTXKV_OK : status;
+}
+
+void ctxkv__decode_destroy(const struct ctxkv_chain *plan, struct ctxkv__decode *d) {
+    if (!d) return;
+    for (int i = 0; i < 2; i++) ctxkv__gpu_free(plan->device->gpu, d->weights[i]);
+    free(d);
+}
+
+size_t ctxkv__decode_memory(const struct ctxkv__decode *d) {
+    return d ? d->bytes : 0;
+}
+
+bool ctxkv__decode_takes_run(
+    const struct ctxkv__decode *d, const struct ctxkv__chain_call *call) {
+    return d && call->rows <= CTXKV_DECODE_MAX_ROWS;
+}
+
+static bool cache_by2(const struct ctxkv__cache *c) {
+    return !ctxkv__aligned(c->k, 16) || !ctxkv__aligned(c->v, 16) || c->k_block_stride % 8 ||
+           c->k_page_stride % 8 || c->k_head_stride % 8 || c->v_block_stride % 8 ||
+           c->v_page_stride % 8 || c->v_head_stride % 8;
+}
+
+// False when none of these layers stores anything.
+static bool fill_layers(
+    const struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, int64_t first,
+    int64_t count, ctxkv_decode_params *p) {
+    const float *gain = ctxkv__cuda_store_k_gain(plan->store);
+    bool any = false;
+    for (int64_t i = 0; i < count; i++) {
+        const struct ctxkv__cache *c = &plan->store->caches[first + i];
+        const struct ctxkv__slots *s = &call->slots[first + i];
+        p->layer[i] = (ctxkv_decode_layer){
+            .k = c->k,
+            .v = c->v,
+            .slots = (const long long *)s->slots,
+            .k_weight = gain ? gain + (first + i) * plan->store->desc.head_dim : 0,
+            .rows = s->slots ? s->rows : 0,
+            .slot_count = c->num_blocks * c->block_size,
+            .block_size = c->block_size,
+            .k_block = c->k_block_stride,
+            .k_page = c->k_page_stride,
+            .k_head = c->k_head_stride,
+            .v_block = c->v_block_stride,
+            .v_page = c->v_page_stride,
+            .v_head = c->v_head_stride,
+        };
+        any |= p->layer[i].rows > 0;
+        if (cache_by2(c)) p->flags |= CTXKV_DECODE_CACHE_BY2;
+    }
+    return any;
+}
+
+static ctxkv_status launch_layers(
+    const struct ctxkv_chain *plan, const struct ctxkv__decode *d,
+    const struct ctxkv__chain_call *call, const struct ctxkv__decode_cut *cut, char *workspace,
+    int64_t first, int64_t count) {
+    const ctxkv_store_desc *s = &plan->store->desc;
+    int64_t half = plan->projection->args.block_columns, heads = s->num_kv_heads;
+    int64_t x_layer = (int64_t)cut->batch_tiles * cut->chunks * cut->batch_rows;
+    int packing = cut->packing.tile_rows != d->packing[0].tile_rows;
+    bool shared = d->x_layers == 1;
+    ctxkv_decode_params p = {
+        .x = workspace + (shared ? 0 : first * x_layer * 16),
+        .w = (const void *)(uintptr_t)(d->weights[packing] +
+                                       (size_t)first * cut->packing.layer_bytes),
+        .kv = workspace + d->kv_offset + first * call->rows * half * 2,
+        .counters = (unsigned *)(void *)(workspace + d->counter_offset) +
+                    first * cut->batch_tiles * heads,
+        .positions = (const long long *)call->positions,
+        .cos_sin = plan->store->cos_sin.data,
+        .faults = ctxkv__cuda_store_faults_at(plan->store),
+        .max_position = s->rope == CTXKV_ROPE_NONE ? -1 : plan->store->args.max_position,
+        .x_layer = shared ? 0 : x_layer,
+        .kv_layer = call->rows * half,
+        .kv_row = half,
+        .rows = (int)call->rows,
+        .columns = (int)(2 * half),
+        .heads = (int)heads,
+        .head_dim = (int)s->head_dim,
+        .chunks = cut->chunks,
+        .tile_rows = cut->packing.tile_rows,
+        .tiles = cut->packing.tiles,
+        .batch_rows = cut->batch_rows,
+        .batch_tiles = cut->batch_tiles,
+        .cluster_tiles = cut->cluster_tiles,
+        .cluster_batches = cut->cluster_batches,
+        .stages = cut->stages,
+        .w_first = cut->w_first,
+        .first_layer = (int)first,
+        .norm = (unsigned)s->k_norm,
+        .rope = (unsigned)s->rope,
+        .flags = d->flags,
+        .eps = s->k_eps,
+    };
+    // A launch that stores nothing would not wait for the kernels before it either.
+    if (!fill_layers(plan, call, first, count, &p)) return CTXKV_OK;
+    struct ctxkv__launch launch = {
+        .kernel = kernel_of(cut),
+        .grid = {(uint32_t)cut->packing.tiles, (uint32_t)cut->batch_tiles, (uint32_t)count},
+        .threads = CTXKV_DECODE_THREADS,
+        .shared = cut->shared_bytes,
+        .cluster = {(uint32_t)cut->cluster_tiles, (uint32_t)cut->cluster_batches},
+        .stream = call->stream,
+        .params = &p,
+    };
+    return ctxkv__gpu_launch(plan->device->gpu, &launch);
+}
+
+ctxkv_status ctxkv__decode_launch(
+    const struct ctxkv_chain *plan, const struct ctxkv__decode *d,
+    const struct ctxkv__chain_call *call, char *workspace) {
+    int64_t layers = plan->projection->desc.num_layers;
+    struct ctxkv__decode_cut cut;
+    if (!ctxkv__decode_cut(&d->shape, call->rows, &cut))
+        return ctxkv__fail(CTXKV_UNSUPPORTED, "the decode kernels do not take this shape");
+    struct ctxkv__lines lines = {
+        .tile_rows = cut.batch_rows,
+        .out_tile = (int64_t)cut.chunks * cut.batch_rows,
+        .out_layer = (int64_t)cut.batch_tiles * cut.chunks * cut.batch_rows,
+        .zero = (unsigned *)(void *)(workspace + d->counter_offset),
+        .zero_count = (int)(layers * cut.batch_tiles * plan->store->desc.num_kv_heads),
+    };
+    struct ctxkv__norms_call norms = {
+        .x = call->x,
+        .x_row_stride = call->rows > 1 ? call->x_row_stride : 0,
+        .rows = call->rows,
+        .out = workspace,
+        .stream = call->stream,
+    };
+    ctxkv_status status = ctxkv__cuda_norms_launch(plan->norms, &norms, &lines);
+    for (int64_t first = 0; !status && first < layers; first += CTXKV_DECODE_LAYERS) {
+        int64_t left = layers - first;
+        status = launch_layers(
+            plan, d, call, &cut, workspace, first,
+            left < CTXKV_DECODE_LAYERS ? left : CTXKV_DECODE_LAYERS);
+    }
+    return status;
+}

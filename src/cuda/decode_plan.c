@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a decode launch is cut. The choices were measured on an H200: see docs/op/decode.md.
+#include "decode_plan.h"
+
+#include "decode_params.h"
+
+// FIRST_BYTES: weights asked for before x, enough to come while the norms run.
+enum { SHARED_STATIC = 4096, WAVE_STAGES = 3, FIRST_BYTES = 96 * 1024 };
+
+// Columns of the MMAs, and the longest stage there is a kernel for.
+static const struct {
+    int columns, steps[2];
+} kernels[] = {
+    {8, {32, 16}}, {16, {32, 16}}, {24, {32, 16}}, {32, {32, 16}},
+    {48, {16, 0}}, {64, {16, 8}},  {96, {8, 0}},   {128, {8, 0}},
+};
+enum { KERNELS = sizeof(kernels) / sizeof(kernels[0]) };
+
+static int64_t round_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b * b;
+}
+
+static int64_t columns_of(const struct ctxkv__decode_shape *s) {
+    return 2 * s->num_heads * s->head_dim;
+}
+static int chunks_of(const struct ctxkv__decode_shape *s) {
+    return (int)(round_up(s->hidden_size, 64) / 8);
+}
+
+bool ctxkv__decode_takes(const struct ctxkv__decode_shape *s) {
+    const bool head =
+        s->head_dim == 64 || s->head_dim == 128 || s->head_dim == 256 || s->head_dim == 512;
+    return head && s->num_layers > 0 && s->num_heads > 0 && s->hidden_size > 0 &&
+           s->hidden_size % 16 == 0 && s->hidden_size <= 1 << 20 &&
+           s->num_heads <= (1 << 24) / s->head_dim;
+}
+
+// Weight rows a tile so that one wave of `blocks` blocks covers all layers. Few, large tiles: a
+// block's time hardly depends on its rows up to 16, and blocks of the next launch find room.
+static int tile_rows(const struct ctxkv__decode_shape *s, int64_t blocks) {
+    const int64_t layers =
+        s->num_layers < CTXKV_DECODE_LAYERS ? s->num_layers : CTXKV_DECODE_LAYERS;
+    const int64_t columns = columns_of(s);
+    int64_t tiles = blocks / layers;
+    tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
+    int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
+    rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
+    if (rows > 128) rows = 128;
+    // Rows that fill the MMA when that costs no tile.
+    for (int i = 0; i < KERNELS; i++)
+        if (kernels[i].columns >= rows) {
+            const int64_t full = kernels[i].columns;
+            if ((columns + full - 1) / full == (columns + rows - 1) / rows) rows = full;
+            break;
+        }
+    return (int)rows;
+}
+
+static struct ctxkv__decode_packing pack(const struct ctxkv__decode_shape *s, int rows) {
+    struct ctxkv__decode_packing p;
+    p.tile_rows = rows;
+    p.tiles = (int)((columns_of(s) + rows - 1) / rows);
+    p.layer_bytes = (size_t)p.tiles * (size_t)rows * (size_t)chunks_of(s) * 16;
+    return p;
+}
+
+// Above 32 rows two batch tiles share the tile's weights, where that does not make tiles too large.
+static bool splits_batch(const struct ctxkv__decode_shape *s) {
+    return tile_rows(s, s->multiprocessors / 2) < 96;
+}
+
+int ctxkv__decode_packings(
+    const struct ctxkv__decode_shape *s, struct ctxkv__decode_packing packings[2]) {
+    packings[0] = pack(s, tile_rows(s, s->multiprocessors));
+    if (!splits_batch(s)) return 1;
+    packings[1] = pack(s, tile_rows(s, s->multiprocessors / 2));
+    return packings[1].tile_rows == packings[0].tile_rows ? 1 : 2;
+}
+
+// The longest stages of which the ring holds three, or all of K.
+static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_cut *c) {
+    for (int k = 0; k < KERNELS; k++) {
+        if (kernels[k].columns < c->packing.tile_rows) continue;
+        for (int i = 0; i < 2 && kernels[k].steps[i]; i++) {
+            const int steps = kernels[k].steps[i];
+            const size_t stage = (size_t)round_up(
+                (int64_t)steps * 32 * (c->packing.tile_rows + c->batch_rows), 1024);
+            const int all = (c->chunks + 2 * steps - 1) / (2 * steps);
+            // An MMA reads 64 rows of x: up to 56 past the last line, past the stage's weights.
+            const size_t weights = (size_t)steps * 32 * (size_t)c->packing.tile_rows;
+            const size_t pad = CTXKV_DECODE_SHARED_PAD + (weights < 7168 ? 7168 - weights : 0);
+            const int fit = (int)((s->shared_memory - SHARED_STATIC - pad) / stage);
+            const int want = 8;
+            if (fit < all && fit < (i == 0 && kernels[k].steps[1] ? 5 : WAVE_STAGES)) continue;
+            c->columns = kernels[k].columns;
+            c->steps = steps;
+            c->stages = fit < want ? fit : want;
+            if (c->stages > all) c->stages = all;
+            const size_t first = FIRST_BYTES / weights;
+            c->w_first = first < 1 ? 1 : first < (size_t)c->stages ? (int)first : c->stages;
+            c->shared_bytes = (unsigned)(stage * (size_t)c->stages + pad);
+            return true;
+        }
+        if (k + 1 == KERNELS) break;
+    }
+    return false;
+}
+
+bool ctxkv__decode_cut(
+    const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
+    if (!ctxkv__decode_takes(s) || rows < 1 || rows > CTXKV_DECODE_MAX_ROWS) return false;
+    if (s->shared_memory < 64 * 1024) return false;
+    struct ctxkv__decode_packing packings[2];
+    const int count = ctxkv__decode_packings(s, packings);
+    const bool split = rows > 32 && splits_batch(s);
+    c->packing = packings[split && count == 2 ? 1 : 0];
+    c->batch_tiles = split ? 2 : 1;
+    c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
+    c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
+    c->cluster_tiles = 1;
+    c->cluster_batches = c->batch_tiles;
+    c->chunks = chunks_of(s);
+    return fit_ring(s, c);
+}
+
+size_t ctxkv__decode_x_bytes(
+    const struct ctxkv__decode_shape *s, int64_t max_rows, int64_t x_layers) {
+    // Two batch tiles of rounded-up rows hold at most 16 rows more than one of them.
+    const int64_t rows =
+        round_up(max_rows < CTXKV_DECODE_MAX_ROWS ? max_rows : CTXKV_DECODE_MAX_ROWS, 16);
+    return (size_t)x_layers * (size_t)rows * (size_t)chunks_of(s) * 16;
+}
+
+size_t ctxkv__decode_kv_bytes(const struct ctxkv__decode_shape *s, int64_t max_rows) {
+    const int64_t rows = max_rows < CTXKV_DECODE_MAX_ROWS ? max_rows : CTXKV_DECODE_MAX_ROWS;
+    return (size_t)s->num_layers * (size_t)rows * (size_t)(columns_of(s) / 2) * 2;
+}
+
+size_t ctxkv__decode_counter_bytes(const struct ctxkv__decode_shape *s) {
+    return (size_t)s->num_layers * 2 * (size_t)s->num_heads * sizeof(unsigned);
+}

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a decode launch (T <= 64) is cut: pure arithmetic on shapes, no driver.
+#ifndef CTXKV_CUDA_DECODE_PLAN_H
+#define CTXKV_CUDA_DECODE_PLAN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// What a plan is made for.
+struct ctxkv__decode_shape {
+    int64_t hidden_size;  // D, a multiple of 16
+    int64_t num_layers;   // L
+    int64_t num_heads;    // of K, per layer
+    int64_t head_dim;     // 64, 128, 256 or 512
+    int multiprocessors;  // of the device
+    size_t shared_memory; // a block may have, dynamic and static together
+};
+
+// The weights are packed once, for all T; two packings where small and large T want other tiles.
+struct ctxkv__decode_packing {
+    int tile_rows, tiles; // of a layer
+    size_t layer_bytes;   // packed weights of one layer
+};
+
+// One launch.
+struct ctxkv__decode_cut {
+    struct ctxkv__decode_packing packing;
+    int batch_rows, batch_tiles;
+    int cluster_tiles, cluster_batches;
+    int chunks;            // D/8, D rounded up to a multiple of 64
+    int columns, steps;    // of the kernel: ctxkv_decode_n{columns}_s{steps}
+    int stages, w_first;   // of the ring
+    unsigned shared_bytes; // dynamic
+};
+
+// Whether the kernels take the shape at all.
+bool ctxkv__decode_takes(const struct ctxkv__decode_shape *shape);
+
+// The packings of a shape, 1 or 2 of them; a launch for T rows uses ctxkv__decode_cut's.
+int ctxkv__decode_packings(
+    const struct ctxkv__decode_shape *shape, struct ctxkv__decode_packing packings[2]);
+
+// The cut for 1 <= rows <= 64; false where the kernels do not take the shape.
+bool ctxkv__decode_cut(
+    const struct ctxkv__decode_shape *shape, int64_t rows, struct ctxkv__decode_cut *cut);
+
+// Bytes of packed n for any rows up to max_rows and for x_layers layers (1 where all share one x);
+// it starts zeroed when D is no multiple of 64, since the columns past D must stay zero.
+size_t ctxkv__decode_x_bytes(
+    const struct ctxkv__decode_shape *shape, int64_t max_rows, int64_t x_layers);
+
+// Bytes of the plan's room for K, and of the counters, which start zeroed.
+size_t ctxkv__decode_kv_bytes(const struct ctxkv__decode_shape *shape, int64_t max_rows);
+size_t ctxkv__decode_counter_bytes(const struct ctxkv__decode_shape *shape);
+
+#endif

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+# The built libctxkv.so: hardening flags, libc floor, writable state.
+"""usage: hardening.py LIBRARY (the list of exported names is tests/abi's)"""
+
+import re
+import subprocess
+import sys
+
+GLIBC_FLOOR = (2, 34)  # docs/testing.md and SECURITY.md name it
+NEEDED = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+# State that may change after loading: libc's and libgcc's own, and the once-loaded driver tables.
+WRITABLE = {
+    "completed", "__TMC_END__", "__dso_handle", "__cpu_model", "__cpu_features2",
+    "in_use", "load_lock", "load_message", "load_status", "loaded", "real",
+}
+
+
+def tool(*command):
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def sections(library):
+    """Name -> (address, size, is thread-local) of the writable sections."""
+    found = {}
+    for line in tool("readelf", "-SW", library).splitlines():
+        match = re.match(r"\s*\[\s*\d+\]\s+(\S+)\s+\S+\s+(\w+)\s+\w+\s+(\w+)\s+\w+\s+(\w+)", line)
+        if match and "W" in match.group(4):
+            found[match.group(1)] = (
+                int(match.group(2), 16), int(match.group(3), 16), "T" in match.group(4))
+    return found
+
+
+def writable_names(library):
+    """Objects in .data and .bss: what is relocated once and then read-only does not count."""
+    ranges = [(a, a + n) for name, (a, n, tls) in sections(library).items()
+              if name in (".data", ".bss") and not tls]
+    names = set()
+    for line in tool("nm", library).splitlines():
+        match = re.match(r"([0-9a-f]+) [dDbB] (\S+)", line)
+        if match and any(a <= int(match.group(1), 16) < b for a, b in ranges):
+            names.add(match.group(2).split(".")[0])
+    return names
+
+
+def checks(library):
+    segments = tool("readelf", "-lW", library)
+    dynamic = tool("readelf", "-dW", library)
+    names = tool("nm", "-D", library)
+    stack = re.search(r"GNU_STACK.*\s(R\S*)\s", segments)
+    yield "RELRO", "GNU_RELRO" in segments
+    yield "bound at load", "BIND_NOW" in dynamic
+    yield "stack not executable", bool(stack) and "E" not in stack.group(1)
+    yield "no segment is writable and executable", not re.search(r"LOAD.*RWE", segments)
+    yield "no text relocations", "TEXTREL" not in dynamic
+    yield "no search path inside", not re.search(r"RPATH|RUNPATH", dynamic)
+    yield "stack protector", "__stack_chk_fail" in names
+    yield "fortified", bool(re.search(r"\b__\w+_chk\b", names))
+    needed = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic))
+    yield f"libraries {sorted(needed - NEEDED)}", needed <= NEEDED
+    exported = set(re.findall(r"^[0-9a-f]+ [TDBRVW] (\w+)", names, re.M)) - {"CTXKV_0"}
+    yield "exports begin with ctxkv_", all(n.startswith("ctxkv_") for n in exported)
+    versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_(\d+\.\d+)", names)}
+    yield f"glibc {max(versions)} is the newest needed", max(versions) <= GLIBC_FLOOR
+    extra = writable_names(library) - WRITABLE
+    yield f"writable state {sorted(extra)}", not extra
+
+
+def main():
+    results = list(checks(sys.argv[1]))
+    bad = [name for name, good in results if not good]
+    for name in bad:
+        print("FAIL", name)
+    print(f"{len(results) - len(bad)} passed, {len(bad)} failed")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

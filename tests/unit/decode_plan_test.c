@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// The decode plan: tiles cover every row and column, rings fit, packings are those the cuts use.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <cmocka.h>
+
+#include "cuda/decode_params.h"
+#include "cuda/decode_plan.h"
+
+enum { H200_BLOCKS = 132, H200_SHARED = 232448, STATIC_SHARED = 4096 };
+
+static struct ctxkv__decode_shape shape_of(
+    int64_t hidden, int64_t layers, int64_t heads, int64_t head_dim) {
+    return (struct ctxkv__decode_shape){hidden, layers, heads, head_dim, H200_BLOCKS, H200_SHARED};
+}
+
+static bool has_kernel(int columns, int steps) {
+#define IS(n, s) || (columns == n && steps == s)
+    return false CTXKV_DECODE_SHAPES(IS);
+#undef IS
+}
+
+static void check_ring(const struct ctxkv__decode_cut *c) {
+    assert_true(has_kernel(c->columns, c->steps));
+    const int all = (c->chunks + 2 * c->steps - 1) / (2 * c->steps);
+    assert_true(c->stages >= 3 || c->stages == all);
+    assert_true(c->stages <= all && c->stages <= CTXKV_DECODE_MAX_STAGES);
+    assert_in_range(c->w_first, 1, c->stages);
+    const int64_t weights = (int64_t)c->steps * 32 * c->packing.tile_rows;
+    const int64_t used = weights + (int64_t)c->steps * 32 * c->batch_rows;
+    const int64_t stage = (used + 1023) / 1024 * 1024;
+    assert_true(c->shared_bytes <= H200_SHARED - STATIC_SHARED);
+    // The MMA of the last line reads 64 rows, that of the last chunk `columns`.
+    const int64_t past_x = (64 - c->batch_rows) * 128 - weights;
+    const int64_t past_w = (c->columns - c->packing.tile_rows) * 16;
+    const int64_t room = c->shared_bytes - (c->stages - 1) * stage - used;
+    assert_true(room >= past_x && room >= past_w);
+}
+
+static void check_cut(const struct ctxkv__decode_shape *s, int64_t rows) {
+    struct ctxkv__decode_cut c;
+    memset(&c, 0xff, sizeof c);
+    assert_true(ctxkv__decode_cut(s, rows, &c));
+    struct ctxkv__decode_packing p[2];
+    const int count = ctxkv__decode_packings(s, p);
+    assert_in_range(count, 1, 2);
+    assert_true(
+        !memcmp(&c.packing, &p[0], sizeof *p) ||
+        (count == 2 && !memcmp(&c.packing, &p[1], sizeof *p)));
+    const int64_t columns = 2 * s->num_heads * s->head_dim;
+    assert_true((int64_t)c.packing.tiles * c.packing.tile_rows >= columns);
+    assert_true((int64_t)(c.packing.tiles - 1) * c.packing.tile_rows < columns);
+    assert_int_equal(c.packing.tile_rows % 2, 0);
+    assert_true(c.columns >= c.packing.tile_rows);
+    assert_int_equal(c.batch_rows % 8, 0);
+    assert_true(c.batch_rows <= CTXKV_DECODE_MAX_ROWS);
+    assert_true((int64_t)c.batch_tiles * c.batch_rows >= rows);
+    assert_true((int64_t)(c.batch_tiles - 1) * c.batch_rows < rows);
+    assert_int_equal(c.packing.tiles % c.cluster_tiles, 0);
+    assert_int_equal(c.batch_tiles % c.cluster_batches, 0);
+    assert_true(c.cluster_tiles * c.cluster_batches <= 8);
+    assert_true(c.chunks % 8 == 0 && c.chunks * 8 >= s->hidden_size);
+    assert_true(c.chunks * 8 < s->hidden_size + 64);
+    const size_t x = (size_t)c.batch_tiles * (size_t)c.batch_rows * (size_t)c.chunks * 16;
+    assert_true(ctxkv__decode_x_bytes(s, rows, 3) >= 3 * x);
+    assert_true(
+        ctxkv__decode_counter_bytes(s) >=
+        (size_t)(s->num_layers * c.batch_tiles * s->num_heads) * sizeof(unsigned));
+    check_ring(&c);
+}
+
+static void cuts(void **state) {
+    (void)state;
+    const int64_t hidden[] = {16, 64, 896, 912, 2560, 4096, 8192, 16384};
+    const int64_t layers[] = {1, 5, 16, 40}, heads[] = {1, 2, 3, 4, 8, 16, 40};
+    for (size_t d = 0; d < sizeof hidden / sizeof *hidden; d++)
+        for (size_t l = 0; l < sizeof layers / sizeof *layers; l++)
+            for (size_t h = 0; h < sizeof heads / sizeof *heads; h++)
+                for (int64_t head_dim = 64; head_dim <= 512; head_dim *= 2)
+                    for (int64_t rows = 1; rows <= 64; rows++) {
+                        const struct ctxkv__decode_shape s =
+                            shape_of(hidden[d], layers[l], heads[h], head_dim);
+                        check_cut(&s, rows);
+                    }
+}
+
+static void one_wave(void **state) {
+    (void)state;
+    for (int64_t heads = 1; heads <= 16; heads *= 2)
+        for (int64_t rows = 1; rows <= 64; rows++) {
+            const struct ctxkv__decode_shape s = shape_of(8192, 5, heads, 64);
+            struct ctxkv__decode_cut c;
+            assert_true(ctxkv__decode_cut(&s, rows, &c));
+            assert_true(5 * c.packing.tiles * c.batch_tiles <= H200_BLOCKS);
+        }
+}
+
+static void refusals(void **state) {
+    (void)state;
+    struct ctxkv__decode_cut c;
+    struct ctxkv__decode_shape s = shape_of(8192, 5, 2, 64);
+    assert_false(ctxkv__decode_cut(&s, 0, &c));
+    assert_false(ctxkv__decode_cut(&s, 65, &c));
+    s = shape_of(8192, 5, 2, 96);
+    assert_false(ctxkv__decode_cut(&s, 8, &c));
+    s = shape_of(8200, 5, 2, 64);
+    assert_false(ctxkv__decode_cut(&s, 8, &c));
+    s = shape_of(8192, 0, 2, 64);
+    assert_false(ctxkv__decode_takes(&s));
+    s = shape_of(8192, 5, INT64_MAX / 64, 64);
+    assert_false(ctxkv__decode_takes(&s));
+    s = shape_of(8192, 5, 2, 64);
+    s.shared_memory = 49152;
+    assert_false(ctxkv__decode_cut(&s, 8, &c));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(cuts), cmocka_unit_test(one_wave), cmocka_unit_test(refusals)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
