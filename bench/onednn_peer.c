@@ -71,7 +71,8 @@ int main(int argc, char **argv) {
         check(dnnl_memory_create(&w[i], &w_desc, engine, random_bf16(weights)), "w");
     double *times = calloc((size_t)repeats, sizeof *times);
     for (int i = -2; i < repeats; i++) {
-        dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w[(i + 2) % sets]}, {DNNL_ARG_DST, y}};
+        dnnl_exec_arg_t args[] = {
+            {DNNL_ARG_SRC, x}, {DNNL_ARG_WEIGHTS, w[(i + 2) % sets]}, {DNNL_ARG_DST, y}};
         double start = now();
         check(dnnl_primitive_execute(primitive, stream, 3, args), "execute");
         check(dnnl_stream_wait(stream), "wait");
@@ -79,8 +80,10 @@ int main(int argc, char **argv) {
     }
     qsort(times, (size_t)repeats, sizeof *times, ascending);
     const dnnl_version_t *v = dnnl_version();
-    printf("{\"peer\": \"oneDNN %d.%d.%d\", \"heads\": %d, \"rows\": %d, \"us\": %.1f, \"p10\": %.1f, \"p90\": %.1f}\n",
-           v->major, v->minor, v->patch, atoi(argv[1]), (int)rows, times[repeats / 2], times[repeats / 10],
-           times[repeats * 9 / 10]);
+    printf(
+        "{\"peer\": \"oneDNN %d.%d.%d\", \"heads\": %d, \"rows\": %d, \"us\": %.1f, \"p10\": %.1f, "
+        "\"p90\": %.1f}\n",
+        v->major, v->minor, v->patch, atoi(argv[1]), (int)rows, times[repeats / 2],
+        times[repeats / 10], times[repeats * 9 / 10]);
     return 0;
 }

@@ -7,7 +7,8 @@
 
 enum { D = 8192, LAYERS = 2, HEADS = 1, ROWS = 3, BLOCKS = 2, BLOCK_SIZE = 16 };
 
-static DLTensor tensor(void *data, DLDataType type, int32_t ndim, int64_t *shape, int64_t *strides) {
+static DLTensor tensor(
+    void *data, DLDataType type, int32_t ndim, int64_t *shape, int64_t *strides) {
     return (DLTensor){data, {kDLCPU, 0}, ndim, type, shape, strides, 0};
 }
 
@@ -73,8 +74,9 @@ int main(void) {
                  done(ctxkv_chain_bind_caches(chain, key_list, value_list, LAYERS)) ||
                  done(ctxkv_chain_run(chain, &x_tensor, NULL, slot_list, 1, NULL));
     if (!failed)
-        printf("layer 0, slot 3: K %04x %04x, V %04x %04x\n", cache[3 * 128], cache[3 * 128 + 1],
-               cache[3 * 128 + 64], cache[3 * 128 + 65]);
+        printf(
+            "layer 0, slot 3: K %04x %04x, V %04x %04x\n", cache[3 * 128], cache[3 * 128 + 1],
+            cache[3 * 128 + 64], cache[3 * 128 + 65]);
     ctxkv_chain_destroy(chain);
     ctxkv_device_close(device);
     free(x);

@@ -6,13 +6,14 @@
 //
 // Conventions. Tensors are DLPack DLTensors: nothing is copied, strides count elements, NULL
 // strides mean row-major. T: context rows, D: hidden size, L: draft layers, H: KV heads of this
-// rank, R: slots of a layer (R <= T). Every function that can fail returns a ctxkv_status and leaves
-// a sentence for ctxkv_last_error(). Option and descriptor structs begin with their own size and are
-// filled by their _init function; fields added later keep old callers working.
+// rank, R: slots of a layer (R <= T). Every function that can fail returns a ctxkv_status and
+// leaves a sentence for ctxkv_last_error(). Option and descriptor structs begin with their own size
+// and are filled by their _init function; fields added later keep old callers working.
+//
 // Threads. A device may be shared by threads. A plan may run on several threads or streams at once
 // if each call brings its own workspace (ctxkv_chain_call); binding caches and destroying may not
-// overlap a run. Runs of CUDA plans launch kernels only (no allocation, no synchronisation), so they
-// may be captured in CUDA graphs; creating a plan during a capture is refused.
+// overlap a run. Runs of CUDA plans launch kernels only (no allocation, no synchronisation), so
+// they may be captured in CUDA graphs; creating a plan during a capture is refused.
 #ifndef CTXKV_CTXKV_H
 #define CTXKV_CTXKV_H
 
@@ -71,20 +72,20 @@ typedef struct ctxkv_device_options {
 
 CTXKV_API void ctxkv_device_options_init(ctxkv_device_options *options);
 // name: "cpu", "cuda" (= "cuda:0") or "cuda:N". options may be NULL.
-CTXKV_API ctxkv_status ctxkv_device_open(
-    const char *name, const ctxkv_device_options *options, ctxkv_device **device);
+CTXKV_API ctxkv_status
+ctxkv_device_open(const char *name, const ctxkv_device_options *options, ctxkv_device **device);
 // Plans must be destroyed before their device. NULL is allowed.
 CTXKV_API void ctxkv_device_close(ctxkv_device *device);
 
 typedef struct ctxkv_device_info {
     size_t size;
-    char name[128];       // "cpu" tier and model, or the GPU's name
-    uint32_t cpu_found;   // CTXKV_CPU_* bits that this CPU has
-    uint32_t cpu_used;    // the bit of the tier in use
+    char name[128];     // "cpu" tier and model, or the GPU's name
+    uint32_t cpu_found; // CTXKV_CPU_* bits that this CPU has
+    uint32_t cpu_used;  // the bit of the tier in use
     int32_t threads;
-    int32_t cuda_arch;    // 90 for sm_90; 0 on a CPU
-    int32_t driver;       // CUDA driver version, 13000 for 13.0; 0 when none
-    int32_t cublas;       // cuBLAS version in use; 0 when none
+    int32_t cuda_arch;     // 90 for sm_90; 0 on a CPU
+    int32_t driver;        // CUDA driver version, 13000 for 13.0; 0 when none
+    int32_t cublas;        // cuBLAS version in use; 0 when none
     int32_t bits_verified; // 1 where the tensor-core arithmetic was measured (sm_90) or on a CPU
 } ctxkv_device_info;
 
@@ -94,22 +95,22 @@ CTXKV_API int32_t ctxkv_cuda_device_count(void);
 
 // ---- names shared by the plans --------------------------------------------------------------
 typedef enum ctxkv_norm_kind {
-    CTXKV_NORM_ROW = 0,    // Muse Spark's row norm (SPEC 3.1): D = 8192
-    CTXKV_NORM_RMS = 1,    // vLLM's rms_norm of the Qwen3 family (SPEC 5): D a multiple of 8
-    CTXKV_NORM_ABSENT = 2  // this step is not there: its input is its output
+    CTXKV_NORM_ROW = 0,   // Muse Spark's row norm (SPEC 3.1): D = 8192
+    CTXKV_NORM_RMS = 1,   // vLLM's rms_norm of the Qwen3 family (SPEC 5): D a multiple of 8
+    CTXKV_NORM_ABSENT = 2 // this step is not there: its input is its output
 } ctxkv_norm_kind;
 
 typedef enum ctxkv_numerics {
-    CTXKV_NUMERICS_STOCK = 0,     // as vLLM 0.33.0's stock chain on this device (a CPU: sm_90)
-    CTXKV_NUMERICS_PAIR = 1,      // row-norm sum order of sm_80..sm_90
-    CTXKV_NUMERICS_PACKED = 2,    // row-norm sum order of sm_100 and later
-    CTXKV_NUMERICS_INVARIANT = 3  // rms_norm with one order for any number of rows
+    CTXKV_NUMERICS_STOCK = 0,    // as vLLM 0.33.0's stock chain on this device (a CPU: sm_90)
+    CTXKV_NUMERICS_PAIR = 1,     // row-norm sum order of sm_80..sm_90
+    CTXKV_NUMERICS_PACKED = 2,   // row-norm sum order of sm_100 and later
+    CTXKV_NUMERICS_INVARIANT = 3 // rms_norm with one order for any number of rows
 } ctxkv_numerics;
 
 typedef enum ctxkv_projection_mode {
-    CTXKV_PROJECTION_AUTO = 0,   // exact, by cuBLAS where it is known to equal the exact chain
-    CTXKV_PROJECTION_EXACT = 1,  // one chain of k16 tensor-core steps per output (SPEC 3.3)
-    CTXKV_PROJECTION_CUBLAS = 2  // whatever cuBLAS gives; CUDA devices only
+    CTXKV_PROJECTION_AUTO = 0,  // exact, by cuBLAS where it is known to equal the exact chain
+    CTXKV_PROJECTION_EXACT = 1, // one chain of k16 tensor-core steps per output (SPEC 3.3)
+    CTXKV_PROJECTION_CUBLAS = 2 // whatever cuBLAS gives; CUDA devices only
 } ctxkv_projection_mode;
 
 typedef enum ctxkv_k_norm {
@@ -143,8 +144,8 @@ typedef struct ctxkv_faults {
 // ---- norms ---------------------------------------------------------------------------------
 typedef struct ctxkv_norm {
     ctxkv_norm_kind kind;
-    float eps;          // finite, >= 0
-    float gain_centre;  // added to the weight in FP32; ignored without a weight
+    float eps;           // finite, >= 0
+    float gain_centre;   // added to the weight in FP32; ignored without a weight
     int32_t input_scale; // 1: the weight multiplies the input, else the norm's output (ROW only)
 } ctxkv_norm;
 
@@ -163,13 +164,13 @@ typedef struct ctxkv_norms_desc {
 } ctxkv_norms_desc;
 
 CTXKV_API void ctxkv_norms_desc_init(ctxkv_norms_desc *desc);
-CTXKV_API ctxkv_status ctxkv_norms_create(
-    ctxkv_device *device, const ctxkv_norms_desc *desc, ctxkv_norms **norms);
+CTXKV_API ctxkv_status
+ctxkv_norms_create(ctxkv_device *device, const ctxkv_norms_desc *desc, ctxkv_norms **norms);
 CTXKV_API void ctxkv_norms_destroy(ctxkv_norms *norms);
 // x: BF16 [T, D], unit column stride. out: BF16 [L, T, D], unit column stride ([1, T, D] when the
 // layer norm is ABSENT). T = 0 succeeds. x and out may not overlap.
-CTXKV_API ctxkv_status ctxkv_norms_run(
-    ctxkv_norms *norms, const DLTensor *x, const DLTensor *out, void *stream);
+CTXKV_API ctxkv_status
+ctxkv_norms_run(ctxkv_norms *norms, const DLTensor *x, const DLTensor *out, void *stream);
 
 // ---- projection ------------------------------------------------------------------------------
 typedef struct ctxkv_projection ctxkv_projection;
@@ -217,8 +218,8 @@ typedef struct ctxkv_store_desc {
 } ctxkv_store_desc;
 
 CTXKV_API void ctxkv_store_desc_init(ctxkv_store_desc *desc);
-CTXKV_API ctxkv_status ctxkv_store_create(
-    ctxkv_device *device, const ctxkv_store_desc *desc, ctxkv_store **store);
+CTXKV_API ctxkv_status
+ctxkv_store_create(ctxkv_device *device, const ctxkv_store_desc *desc, ctxkv_store **store);
 CTXKV_API void ctxkv_store_destroy(ctxkv_store *store);
 // Layer l's cache: BF16 views keys[l], values[l] of [num_blocks, block_size, H, head_dim], unit
 // stride in the last dimension, any other strides, each layer its own. count = L. The addresses
@@ -247,8 +248,8 @@ typedef struct ctxkv_chain_desc {
 } ctxkv_chain_desc;
 
 CTXKV_API void ctxkv_chain_desc_init(ctxkv_chain_desc *desc);
-CTXKV_API ctxkv_status ctxkv_chain_create(
-    ctxkv_device *device, const ctxkv_chain_desc *desc, ctxkv_chain **chain);
+CTXKV_API ctxkv_status
+ctxkv_chain_create(ctxkv_device *device, const ctxkv_chain_desc *desc, ctxkv_chain **chain);
 CTXKV_API void ctxkv_chain_destroy(ctxkv_chain *chain);
 CTXKV_API ctxkv_status ctxkv_chain_bind_caches(
     ctxkv_chain *chain, const DLTensor *const *keys, const DLTensor *const *values, int64_t count);
@@ -260,10 +261,10 @@ CTXKV_API ctxkv_status ctxkv_chain_run(
 // The same call from raw addresses, for bindings that cannot afford tensors per call.
 typedef struct ctxkv_chain_call {
     size_t size;
-    const void *x;         // BF16 [rows, D]
-    int64_t x_row_stride;  // elements
-    int64_t rows;          // T
-    const int64_t *positions; // [rows]; may be NULL without RoPE
+    const void *x;               // BF16 [rows, D]
+    int64_t x_row_stride;        // elements
+    int64_t rows;                // T
+    const int64_t *positions;    // [rows]; may be NULL without RoPE
     const int64_t *const *slots; // slot_count addresses (host array; entries in device memory)
     const int64_t *slot_rows;    // slot_count lengths
     int64_t slot_count;          // L or 1
@@ -282,12 +283,12 @@ CTXKV_API size_t ctxkv_chain_memory(const ctxkv_chain *chain);
 // ---- cos/sin table ---------------------------------------------------------------------------
 // The table that vLLM builds on the GPU from theta (SPEC 3.5), bit for bit, in host memory:
 // table: BF16 [positions, rotary_dim], contiguous. theta > 1 finite, rotary_dim even.
-CTXKV_API ctxkv_status ctxkv_rope_table(
-    float theta, int64_t rotary_dim, int64_t positions, const DLTensor *table);
+CTXKV_API ctxkv_status
+ctxkv_rope_table(float theta, int64_t rotary_dim, int64_t positions, const DLTensor *table);
 // Its FP32 inverse frequencies [rotary_dim/2], and cos and sin of one position, before rounding.
 CTXKV_API ctxkv_status ctxkv_rope_inv_freq(float theta, int64_t rotary_dim, float *inv_freq);
-CTXKV_API ctxkv_status ctxkv_rope_row(
-    const float *inv_freq, int64_t count, int64_t position, float *cosine, float *sine);
+CTXKV_API ctxkv_status
+ctxkv_rope_row(const float *inv_freq, int64_t count, int64_t position, float *cosine, float *sine);
 
 // ---- arithmetic, one value at a time (for tests, diagnosis and other implementations) ----------
 // rsqrt.approx.f32 of sm_90, exactly; ftz: 1 for rsqrt.approx.ftz.f32.

@@ -4,7 +4,7 @@
 with "median_us", "p10_us", "p90_us" and "copy_share" (`ctxkv bench --json`), or "us" by program
 ({"ctxkv": .., "stock": .., "floor": ..}, bench/results). A
 diagnosis (`ctxkv diagnose --json`): "grid" [L][H][T], the elements of a layer's head and row that
-differ (-1: not stored), beside "verdict" and "explained"."""
+differ (-1: not stored), or "grid_k" and "grid_v" apart, beside "verdict" and "explained"."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def _save(figure: Any, stem: Path) -> list[Path]:
 def _series(row: dict[str, Any]) -> dict[str, float]:
     us = row.get("us", row.get("median_us"))
     if isinstance(us, dict):
-        found = {name: float(value) for name, value in us.items() if value is not None}
+        # A number, or [median, p10, p90].
+        found = {
+            name: float(value[0] if isinstance(value, list) else value)
+            for name, value in us.items() if value is not None
+        }
     else:
         found = {"ctxkv": float(us)}
         # The floor of a copy of the same bytes, measured in the same run.
@@ -64,7 +68,7 @@ def read_bench(data: dict[str, Any]) -> dict[tuple[str, int], dict[str, list[tup
         try:
             key = (str(row["op"]), int(row.get("heads", 0) or 0))
             rows, series = int(row["rows"]), _series(row)
-        except (KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"measurement {index} lacks op, rows or us: {error!r}") from None
         if rows > 0:
             for name, value in series.items():
@@ -88,8 +92,8 @@ def _bench(data: dict[str, Any], stem: Path) -> list[Path]:
     ops = sorted({op for op, _ in panels}, key=lambda o: (_OP_ORDER + [o]).index(o))
     heads = sorted({count for _, count in panels})
     figure, axes = pyplot.subplots(
-        len(heads), len(ops), figsize=(3.6 * len(ops), 2.9 * len(heads)), squeeze=False,
-        sharex=True,
+        len(heads), len(ops), figsize=(3.6 * len(ops) + 0.6, 2.7 * len(heads) + 0.9),
+        squeeze=False, layout="constrained",
     )
     known: dict[str, Any] = {}
     for i, count in enumerate(heads):
@@ -103,62 +107,82 @@ def _bench(data: dict[str, Any], stem: Path) -> list[Path]:
                 known.setdefault(name, drawn)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
+            rows = sorted({at for points in lines.values() for at, _ in points})
+            axis.set_xticks(rows[:: -(-len(rows) // 7)], minor=False)
+            axis.xaxis.set_major_formatter("{x:.0f}")
             axis.set_title(op + (f", {count} KV heads" if count else ""), fontsize=10)
             axis.grid(True, which="both", alpha=0.25)
             axis.set_xlabel("rows")
             axis.set_ylabel("µs")
     order = sorted(known, key=lambda n: (list(_STYLES) + [n]).index(n))
     figure.legend(
-        [known[n] for n in order], order, loc="lower center", ncols=max(len(order), 1),
-        bbox_to_anchor=(0.5, 1.0), frameon=False,
+        [known[n] for n in order], order, loc="outside lower center", ncols=max(len(order), 1),
+        frameon=False,
     )
-    where = data.get("name") or data.get("gpu") or data.get("device") or ""
-    figure.suptitle(f"context K/V chain {('on ' + str(where)) if where else ''}".strip(), y=1.12)
-    figure.tight_layout()
+    where = data.get("name") or data.get("machine") or data.get("gpu") or data.get("device") or ""
+    figure.suptitle(f"context K/V chain on {where}" if where else "context K/V chain")
     paths = _save(figure, stem)
     pyplot.close(figure)
     return paths
 
 
-def read_grid(data: dict[str, Any]) -> list[list[list[int]]]:
+def read_grid(data: dict[str, Any], name: str = "grid") -> list[list[list[int]]]:
     """[L][H][T] of a diagnosis; ValueError where its shape is uneven."""
-    grid = data.get("grid")
+    grid = data.get(name)
     good = isinstance(grid, list) and grid and all(
         isinstance(layer, list) and layer and all(isinstance(row, list) for row in layer)
         for layer in grid
     )
     if not good:
-        raise ValueError('"grid" must be a list [layers][heads][rows]')
+        raise ValueError(f'"{name}" must be a list [layers][heads][rows]')
     sizes = {len(row) for layer in grid for row in layer}
     if len(sizes) != 1 or len({len(layer) for layer in grid}) != 1:
-        raise ValueError('"grid" must have as many heads and rows in every layer')
+        raise ValueError(f'"{name}" must have as many heads and rows in every layer')
     return grid
 
 
-def _diagnosis(data: dict[str, Any], stem: Path) -> list[Path]:
-    pyplot, grid = _pyplot(), read_grid(data)
-    from matplotlib.colors import BoundaryNorm, Normalize
+def _grids(data: dict[str, Any]) -> dict[str, list[list[list[int]]]]:
+    """K and V apart where the diagnosis tells them apart, else their sum."""
+    if "grid_k" in data and "grid_v" in data:
+        return {"K": read_grid(data, "grid_k"), "V": read_grid(data, "grid_v")}
+    return {"K and V": read_grid(data)}
 
-    most = max((n for layer in grid for row in layer for n in row), default=0)
+
+def _heat(axis: Any, cells: list[list[int]], colours: Any, scale: Any) -> Any:
+    heads, rows = len(cells), max(len(cells[0]), 1)
+    image = axis.imshow(
+        [row or [-1] for row in cells], aspect="auto", interpolation="nearest", cmap=colours,
+        norm=scale, extent=(-0.5, rows - 0.5, heads - 0.5, -0.5),
+    )
+    axis.set_yticks(range(0, heads, max(1, heads // 8)))
+    axis.set_xticks(range(0, rows, max(1, rows // 8)))
+    return image
+
+
+def _diagnosis(data: dict[str, Any], stem: Path) -> list[Path]:
+    pyplot, grids = _pyplot(), _grids(data)
+    from matplotlib.colors import Normalize
+
+    most = max((n for g in grids.values() for layer in g for row in layer for n in row), default=0)
     colours = pyplot.get_cmap("cividis").copy()
     colours.set_under("#dddddd")
-    scale = Normalize(0, most) if most else BoundaryNorm([0, 1], colours.N)
-    layers, heads, rows = len(grid), len(grid[0]), len(grid[0][0])
+    scale = Normalize(0, max(most, 1))
+    first = next(iter(grids.values()))
+    layers, heads = len(first), len(first[0])
     height = min(max(0.22 * heads, 0.9), 3.0)
     figure, axes = pyplot.subplots(
-        layers, 1, figsize=(9, height * layers + 1), squeeze=False, sharex=True
+        layers, len(grids), figsize=(2 + 5 * len(grids), height * layers + 1), squeeze=False,
+        sharex=True, sharey=True, layout="constrained",
     )
-    for layer, axis in enumerate(axes[:, 0]):
-        cells = [row or [-1] for row in grid[layer]]
-        image = axis.imshow(
-            cells, aspect="auto", interpolation="nearest", cmap=colours, norm=scale,
-            extent=(-0.5, max(rows, 1) - 0.5, heads - 0.5, -0.5),
-        )
-        axis.set_ylabel(f"layer {layer}\nKV head", fontsize=8)
-        axis.set_yticks(range(0, heads, max(1, heads // 8)))
-    axes[-1, 0].set_xlabel("row of the call")
-    bar = figure.colorbar(image, ax=axes[:, 0].tolist(), extend="min")
-    bar.set_label("elements that differ (grey: not stored)")
+    for column, (part, grid) in enumerate(grids.items()):
+        axes[0, column].set_title(part, fontsize=10)
+        axes[-1, column].set_xlabel("row of the call")
+        for layer in range(layers):
+            image = _heat(axes[layer, column], grid[layer], colours, scale)
+            if column == 0:
+                axes[layer, 0].set_ylabel(f"layer {layer}\nKV head", fontsize=8)
+    bar = figure.colorbar(image, ax=axes.ravel().tolist(), extend="min")
+    bar.set_label("elements that differ\n(grey: not stored)")
     figure.suptitle(_verdict(data), fontsize=10)
     paths = _save(figure, stem)
     pyplot.close(figure)

@@ -55,7 +55,7 @@ ctxkv_status ctxkv_chain_create(
     ctxkv_status status = ctxkv__not_null(chain, "chain");
     if (!status) *chain = 0;
     if (!status) status = ctxkv__not_null(device, "device");
-    ctxkv_chain_desc d;
+    ctxkv_chain_desc d = {0};
     if (!status) status = ctxkv__desc(&d, sizeof d, sizeof d, desc, "desc");
     if (!status) status = ctxkv__not_null(d.norms, "desc->norms");
     if (!status) status = ctxkv__not_null(d.projection, "desc->projection");

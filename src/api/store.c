@@ -97,7 +97,7 @@ ctxkv_status ctxkv_store_create(
     ctxkv_status status = ctxkv__not_null(store, "store");
     if (!status) *store = 0;
     if (!status) status = ctxkv__not_null(device, "device");
-    ctxkv_store_desc d;
+    ctxkv_store_desc d = {0};
     if (!status) status = ctxkv__desc(&d, sizeof d, sizeof d, desc, "desc");
     if (!status && d.rotary_dim == 0) d.rotary_dim = d.head_dim;
     if (!status) status = check_desc(device, &d);

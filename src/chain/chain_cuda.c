@@ -139,7 +139,6 @@ ctxkv_status ctxkv__cuda_chain_run(struct ctxkv_chain *plan, const struct ctxkv_
 size_t ctxkv__cuda_chain_memory(const struct ctxkv_chain *plan) {
     const struct chain_gpu *g = plan->gpu;
     return plan->workspace_size + ctxkv__prefill_memory(g->prefill) +
-           ctxkv__decode_memory(g->decode) +
-           ctxkv__cuda_norms_memory(plan->norms) +
+           ctxkv__decode_memory(g->decode) + ctxkv__cuda_norms_memory(plan->norms) +
            ctxkv__cuda_projection_memory(plan->projection) + ctxkv__cuda_store_memory(plan->store);
 }

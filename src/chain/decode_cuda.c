@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chain by the decode kernels, for at most 64 rows on sm_90: norms written as packed n, then one
-// kernel that projects exactly from packed weights and stores. The weights' copy is the plan's.
+// The chain by the decode kernels, for at most 64 rows on sm_90: norms written as packed n, then
+// one kernel that projects exactly from packed weights and stores. The weights' copy is the plan's.
 #include <stdlib.h>
 #include <string.h>
 
@@ -82,8 +82,9 @@ static ctxkv_status pack_layer(
     };
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_decode_pack,
-        .grid = {(uint32_t)ctxkv__ceil_div(d / 8, 256), (uint32_t)packing->tile_rows,
-                 (uint32_t)packing->tiles},
+        .grid =
+            {(uint32_t)ctxkv__ceil_div(d / 8, 256), (uint32_t)packing->tile_rows,
+             (uint32_t)packing->tiles},
         .threads = 256,
         .stream = gpu->stream,
         .params = &p,
@@ -98,8 +99,7 @@ static ctxkv_status pack_weights(const struct ctxkv_chain *plan, struct ctxkv__d
     size_t bytes = packing->layer_bytes * layers;
     ctxkv_status status = ctxkv__gpu_alloc(gpu, bytes, "the packed weights", &d->weights[i]);
     for (size_t l = 0; !status && l < layers; l++)
-        status =
-            pack_layer(plan, packing, (int64_t)l, d->weights[i] + l * packing->layer_bytes);
+        status = pack_layer(plan, packing, (int64_t)l, d->weights[i] + l * packing->layer_bytes);
     d->bytes += bytes;
     return status;
 }
@@ -161,8 +161,7 @@ size_t ctxkv__decode_memory(const struct ctxkv__decode *d) {
     return d ? d->bytes : 0;
 }
 
-bool ctxkv__decode_takes_run(
-    const struct ctxkv__decode *d, const struct ctxkv__chain_call *call) {
+bool ctxkv__decode_takes_run(const struct ctxkv__decode *d, const struct ctxkv__chain_call *call) {
     return d && call->rows <= CTXKV_DECODE_MAX_ROWS;
 }
 
@@ -213,11 +212,11 @@ static ctxkv_status launch_layers(
     bool shared = d->x_layers == 1;
     ctxkv_decode_params p = {
         .x = workspace + (shared ? 0 : first * x_layer * 16),
-        .w = (const void *)(uintptr_t)(d->weights[packing] +
-                                       (size_t)first * cut->packing.layer_bytes),
+        .w = (const void
+                  *)(uintptr_t)(d->weights[packing] + (size_t)first * cut->packing.layer_bytes),
         .kv = workspace + d->kv_offset + first * call->rows * half * 2,
-        .counters = (unsigned *)(void *)(workspace + d->counter_offset) +
-                    first * cut->batch_tiles * heads,
+        .counters =
+            (unsigned *)(void *)(workspace + d->counter_offset) + first * cut->batch_tiles * heads,
         .positions = (const long long *)call->positions,
         .cos_sin = plan->store->cos_sin.data,
         .faults = ctxkv__cuda_store_faults_at(plan->store),

@@ -22,10 +22,12 @@ struct norms_gpu {
 enum row_shape { FEW16, FEW32, SOME16, SOME32, MANY16, MANY32, ANY, ROW_SHAPES };
 
 #define SHAPES(name)                                                                               \
-    {CTXKV__KERNEL_norms_few16_##name,  CTXKV__KERNEL_norms_few32_##name,                          \
-     CTXKV__KERNEL_norms_some16_##name, CTXKV__KERNEL_norms_some32_##name,                         \
-     CTXKV__KERNEL_norms_many16_##name, CTXKV__KERNEL_norms_many32_##name,                         \
-     CTXKV__KERNEL_norms_any_##name}
+    {                                                                                              \
+        CTXKV__KERNEL_norms_few16_##name, CTXKV__KERNEL_norms_few32_##name,                        \
+            CTXKV__KERNEL_norms_some16_##name, CTXKV__KERNEL_norms_some32_##name,                  \
+            CTXKV__KERNEL_norms_many16_##name, CTXKV__KERNEL_norms_many32_##name,                  \
+            CTXKV__KERNEL_norms_any_##name                                                         \
+    }
 static const enum ctxkv__kernel row_kernels[4][ROW_SHAPES] = {
     SHAPES(pair), SHAPES(pair_scaled), SHAPES(packed), SHAPES(packed_scaled)};
 
@@ -68,8 +70,7 @@ static ctxkv_status make_gains(struct ctxkv_norms *plan, struct norms_gpu *g) {
     ctxkv_status status = CTXKV_OK;
     ones(gains, all);
     if (plan->hidden_weight.data)
-        status =
-            ctxkv__cuda_gains(gpu, &plan->hidden_weight, 1, n, d->hidden.gain_centre, gains);
+        status = ctxkv__cuda_gains(gpu, &plan->hidden_weight, 1, n, d->hidden.gain_centre, gains);
     if (!status && plan->layer_weights)
         status = ctxkv__cuda_gains(
             gpu, plan->layer_weights, d->num_layers, n, d->layer.gain_centre, gains + n);
@@ -95,8 +96,8 @@ static void choose(const struct ctxkv_norms *plan, struct norms_gpu *g) {
     const struct ctxkv__view *hw = &plan->hidden_weight, *lw = plan->layer_weights;
     bool no_hidden = d->hidden.kind == CTXKV_NORM_ABSENT;
     bool no_layer = d->layer.kind == CTXKV_NORM_ABSENT;
-    bool packed = d->numerics == CTXKV_NUMERICS_PACKED ||
-                  (d->numerics != CTXKV_NUMERICS_PAIR && gpu->packed);
+    bool packed =
+        d->numerics == CTXKV_NUMERICS_PACKED || (d->numerics != CTXKV_NUMERICS_PAIR && gpu->packed);
     bool scaled = lw && d->layer.input_scale;
     g->fused = d->hidden_size == 8192 && row_or_absent(&d->hidden) && row_or_absent(&d->layer);
     if (hw->data && d->hidden.input_scale) g->flags |= CTXKV_NORMS_HIDDEN_INPUT;
@@ -235,9 +236,9 @@ static ctxkv_status launch_rms(
     const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call, const ctxkv_norm *norm,
     const char *gain, const struct ctxkv__lines *lines) {
     int64_t n = plan->desc.hidden_size, vectors = n / 8;
-    bool few = norm->kind != CTXKV_NORM_ABSENT &&
-               ctxkv__norm_order(norm, plan->desc.numerics, false, call->rows) ==
-                   CTXKV__ORDER_RMS_1024;
+    bool few =
+        norm->kind != CTXKV_NORM_ABSENT &&
+        ctxkv__norm_order(norm, plan->desc.numerics, false, call->rows) == CTXKV__ORDER_RMS_1024;
     int64_t most = few ? 1024 : 256, threads = vectors < most ? vectors : most;
     bool by2 = !ctxkv__aligned(call->x, 16) || call->x_row_stride % 8;
     ctxkv_rms_params p = {
@@ -251,8 +252,8 @@ static ctxkv_status launch_rms(
         .vectors = (int)vectors,
         .threads = (int)threads,
         .eps = norm->eps,
-        .flags = (by2 ? CTXKV_NORMS_X_BY2 : 0) |
-                 (norm->kind == CTXKV_NORM_ABSENT ? CTXKV_RMS_COPY : 0),
+        .flags =
+            (by2 ? CTXKV_NORMS_X_BY2 : 0) | (norm->kind == CTXKV_NORM_ABSENT ? CTXKV_RMS_COPY : 0),
     };
     if (lines) {
         p.tile_rows = lines->tile_rows;

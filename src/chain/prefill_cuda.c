@@ -58,8 +58,8 @@ static ctxkv_status weight_maps(const struct ctxkv_chain *plan, struct ctxkv__pr
     for (int b = 0; !status && b < BOXES; b++) {
         for (size_t i = 0; !status && i < count; i++) {
             const struct ctxkv__weight_block *w = &plan->projection->blocks[i];
-            const cuuint64_t dims[] = {(cuuint64_t)p->hidden_size,
-                                       (cuuint64_t)plan->projection->args.block_columns};
+            const cuuint64_t dims[] = {
+                (cuuint64_t)p->hidden_size, (cuuint64_t)plan->projection->args.block_columns};
             const cuuint64_t stride[] = {(cuuint64_t)w->row_stride * 2};
             const cuuint32_t box[] = {64, (cuuint32_t)boxes[b]};
             CUresult result = encode(gpu, &host[i], w->data, 2, dims, stride, box);
@@ -82,8 +82,8 @@ static ctxkv_status packed_gains(const struct ctxkv_chain *plan, struct ctxkv__p
     float *gains = malloc(2 * bytes);
     if (!gains) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the layers' gains");
     float *packed = gains + layers * d;
-    ctxkv_status status = ctxkv__gpu_download(
-        gpu, gains, (CUdeviceptr)(uintptr_t)parts.layer32, bytes);
+    ctxkv_status status =
+        ctxkv__gpu_download(gpu, gains, (CUdeviceptr)(uintptr_t)parts.layer32, bytes);
     for (int64_t l = 0; !status && l < layers; l++)
         ctxkv__prefill_pack_gains(packed + l * d, gains + l * d, d);
     if (!status) status = ctxkv__gpu_alloc(gpu, bytes, "the layers' gains", &f->gains);
@@ -214,7 +214,8 @@ static ctxkv_status launch_layers(
     ctxkv_prefill_params p;
     memset(&p, 0, offsetof(ctxkv_prefill_params, layer));
     const cuuint64_t bytes = (cuuint64_t)d->hidden_size * 2, rows = (cuuint64_t)call->rows;
-    const cuuint64_t dims[] = {(cuuint64_t)d->hidden_size, rows, 1}, stride[] = {bytes, bytes * rows};
+    const cuuint64_t dims[] = {(cuuint64_t)d->hidden_size, rows, 1},
+                     stride[] = {bytes, bytes * rows};
     const cuuint32_t box[] = {64, (cuuint32_t)shape->row_box, 1};
     CUresult result = encode(gpu, &p.a, h, 3, dims, stride, box);
     if (result) return ctxkv__cu_fail(gpu->cu, result, "describing the rows");

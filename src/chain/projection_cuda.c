@@ -73,7 +73,8 @@ static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection
 
 static ctxkv_status upload_blocks(struct ctxkv_projection *plan, struct projection_gpu *g) {
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
-    size_t count = (size_t)plan->desc.num_layers * 2, bytes = count * sizeof(ctxkv_projection_block);
+    size_t count = (size_t)plan->desc.num_layers * 2,
+           bytes = count * sizeof(ctxkv_projection_block);
     ctxkv_projection_block *host = malloc(bytes);
     if (!host) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the weights' addresses");
     for (size_t i = 0; i < count; i++)
@@ -211,12 +212,13 @@ static ctxkv_status run_exact(
     int64_t columns = 2 * plan->args.block_columns / 64;
     if (tiles * columns > INT32_MAX)
         return ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT, "T is %" PRId64 ", too large for one launch of %" PRId64
-            " columns", call->rows, 2 * plan->args.block_columns);
-    bool x16 = ctxkv__aligned(call->x, 16) && !(call->x_row_stride % 8) &&
-               !(call->x_layer_stride % 8);
-    bool kv4 = ctxkv__aligned(call->kv, 4) && !(call->kv_row_stride % 2) &&
-               !(call->kv_layer_stride % 2);
+            CTXKV_INVALID_ARGUMENT,
+            "T is %" PRId64 ", too large for one launch of %" PRId64 " columns", call->rows,
+            2 * plan->args.block_columns);
+    bool x16 =
+        ctxkv__aligned(call->x, 16) && !(call->x_row_stride % 8) && !(call->x_layer_stride % 8);
+    bool kv4 =
+        ctxkv__aligned(call->kv, 4) && !(call->kv_row_stride % 2) && !(call->kv_layer_stride % 2);
     ctxkv_projection_params p = {
         .x = call->x,
         .kv = call->kv,
@@ -229,8 +231,8 @@ static ctxkv_status run_exact(
         .rows = call->rows,
         .k = (int)plan->desc.hidden_size,
         .block_columns = (int)plan->args.block_columns,
-        .flags = (x16 && g->aligned ? 0 : CTXKV_PROJECTION_BY2) |
-                 (kv4 ? 0 : CTXKV_PROJECTION_KV_BY2),
+        .flags =
+            (x16 && g->aligned ? 0 : CTXKV_PROJECTION_BY2) | (kv4 ? 0 : CTXKV_PROJECTION_KV_BY2),
     };
     struct ctxkv__launch launch = {
         .kernel = few ? CTXKV__KERNEL_projection_16 : CTXKV__KERNEL_projection_64,
@@ -268,10 +270,10 @@ ctxkv_status ctxkv__cuda_projection_launch(
     // One row has no stride of its own; cuBLAS wants a leading dimension all the same.
     if (call.rows == 1) {
         call.x_row_stride = plan->desc.hidden_size;
-        call.kv_row_stride = plan->desc.num_layers > 1 && call.kv_layer_stride > 0 &&
-                                     call.x_layer_stride == 0
-                                 ? plan->desc.num_layers * call.kv_layer_stride
-                                 : 2 * plan->args.block_columns;
+        call.kv_row_stride =
+            plan->desc.num_layers > 1 && call.kv_layer_stride > 0 && call.x_layer_stride == 0
+                ? plan->desc.num_layers * call.kv_layer_stride
+                : 2 * plan->args.block_columns;
     }
     if (g->cublas && cublas_fits(plan, g, &call)) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)

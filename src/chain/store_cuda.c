@@ -11,9 +11,9 @@ struct store_gpu {
     CUdeviceptr faults; // ctxkv_fault_record
     CUdeviceptr k_gain; // FP32 [L, head_dim]
     size_t bytes;
-    bool fast;         // a kernel that knows this kind of store exists
-    bool fast_caches;  // and the bound caches suit it
-    unsigned flags;    // CTXKV_STORE_TABLE_BY2
+    bool fast;        // a kernel that knows this kind of store exists
+    bool fast_caches; // and the bound caches suit it
+    unsigned flags;   // CTXKV_STORE_TABLE_BY2
     enum ctxkv__kernel fast_kernel, any_kernel;
 };
 
@@ -243,8 +243,9 @@ static ctxkv_status launch(
     int64_t blocks = ctxkv__ceil_div(rows * d->num_kv_heads, groups);
     if (blocks > INT32_MAX)
         return ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT, "T is %" PRId64 ", too large for one launch of %" PRId64
-            " heads", rows, d->num_kv_heads);
+            CTXKV_INVALID_ARGUMENT,
+            "T is %" PRId64 ", too large for one launch of %" PRId64 " heads", rows,
+            d->num_kv_heads);
     struct ctxkv__launch launch = {
         .kernel = kernel,
         .grid = {(uint32_t)blocks, (uint32_t)layers, 1},
@@ -305,7 +306,7 @@ ctxkv_status ctxkv__cuda_store_faults(
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const struct store_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
-    ctxkv_fault_record found;
+    ctxkv_fault_record found = {0};
     static const ctxkv_fault_record none;
     ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "reading the faults");
     if (status) return status;

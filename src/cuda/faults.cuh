@@ -8,8 +8,8 @@
 // Call once per skipped (layer, row), from one thread. Whatever the order of the calls, the record
 // ends the same. The lock is only taken by a row that may be the new smallest; the loop holds the
 // critical section inside the branch that took it, so lanes of one warp cannot block each other.
-static __device__ __noinline__ void
-fault_report(ctxkv_fault_record *f, long long layer, long long row, unsigned kind, long long value) {
+static __device__ __noinline__ void fault_report(
+    ctxkv_fault_record *f, long long layer, long long row, unsigned kind, long long value) {
     const unsigned long long key =
         ~((unsigned long long)layer << 40 | ((unsigned long long)row & 0xffffffffffull));
     atomicAdd(&f->count, 1ull);
@@ -34,8 +34,8 @@ fault_report(ctxkv_fault_record *f, long long layer, long long row, unsigned kin
 
 // The bound check of SPEC 4.2. Returns the kind of fault of a row that has a slot >= 0, or none.
 // `position` only counts when the slot is good; pass max_position < 0 when there is no table.
-static __device__ __forceinline__ unsigned
-fault_kind(long long slot, long long slot_count, long long position, long long max_position) {
+static __device__ __forceinline__ unsigned fault_kind(
+    long long slot, long long slot_count, long long position, long long max_position) {
     if (slot >= slot_count) return CTXKV_FAULT_KIND_SLOT;
     if (max_position >= 0 && (position < 0 || position >= max_position))
         return CTXKV_FAULT_KIND_POSITION;

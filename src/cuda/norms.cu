@@ -4,8 +4,8 @@
 //   v = input_scale ? x*g : x;  s = sum v^2;  r = rsqrt_ftz(s/D + eps);  y = r*v, then *g unless
 //   input_scale;  BF16(y)
 //
-// 256 threads own a row: thread t holds columns 8t + 2048k + e, as the order of the sum asks. Without
-// input scale (not SCALED) the layers share the second sum, for h is the same. Four shapes:
+// 256 threads own a row: thread t holds columns 8t + 2048k + e, as the order of the sum asks.
+// Without input scale (not SCALED) the layers share the second sum, for h is the same. Four shapes:
 //   few   one block is one row of one layer, all gains in registers before x may be read
 //   some  a block is a group of rows; the gains of its layers are on their way to shared memory
 //         before x may be read; loops when there are more rows
@@ -23,8 +23,7 @@
 enum { PAIR = 0, PACKED = 1 };
 
 // The thread's 32 squares by the order's tree.
-template <int ORDER>
-static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
+template <int ORDER> static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
     float p[16];
     if (ORDER == PAIR) {
 #pragma unroll
@@ -58,8 +57,8 @@ static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
 // The row's sum: lanes by butterfly, then its 8 warps. `row` names the block's row group, whose
 // threads meet at a barrier of their own.
 template <int ORDER>
-static __device__ __forceinline__ float
-row_sum(const float *q, bool fuse, float *warp_sums, int row_group) {
+static __device__ __forceinline__ float row_sum(
+    const float *q, bool fuse, float *warp_sums, int row_group) {
     float s = thread_sum<ORDER>(q, fuse);
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 7;
     s = add_rn(s, lane_xor(s, 16));
@@ -102,8 +101,10 @@ static __device__ __forceinline__ void load_row(const u16 *x, uint4 *w) {
 // Eight gains from column `first`, and a thread's 32.
 template <bool FP32>
 static __device__ __forceinline__ void gains8(const void *g, i64 first, float *v) {
-    if (FP32) load8_const((const float *)g + first, v);
-    else bf16_unpack8(load16_const((const u16 *)g + first), v);
+    if (FP32)
+        load8_const((const float *)g + first, v);
+    else
+        bf16_unpack8(load16_const((const u16 *)g + first), v);
 }
 template <bool FP32>
 static __device__ __forceinline__ void load_gains(const void *g, i64 first, float *v) {
@@ -117,8 +118,7 @@ static __device__ __forceinline__ void hidden_norm(
     const ctxkv_norms_params &p, const float *g, float *h, float *warp_sums, int row_group) {
     const bool input = p.flags & CTXKV_NORMS_HIDDEN_INPUT;
     if (input) scale_by(g, h);
-    const float s =
-        row_sum<ORDER>(h, p.flags & CTXKV_NORMS_HIDDEN_FUSE, warp_sums, row_group);
+    const float s = row_sum<ORDER>(h, p.flags & CTXKV_NORMS_HIDDEN_FUSE, warp_sums, row_group);
     scale(root(s, p.hidden_eps), h);
     if (!input) scale_by(g, h);
     round_row(h);
@@ -202,8 +202,7 @@ static __device__ __forceinline__ void write_layer(
         for (int k = 0; k < CHUNKS; k++) shared_gains<FP32>(gains, column + k * STEP, v + 8 * k);
         scale_by(h, v);
         r = root(
-            row_sum<ORDER>(v, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums, row_group),
-            p.layer_eps);
+            row_sum<ORDER>(v, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums, row_group), p.layer_eps);
         scale(r, v);
     }
 #pragma unroll
@@ -375,7 +374,7 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
 }
 
 #define NORMS_GAINS(name, order, scaled, bits)                                                     \
-    extern "C" __global__ void __launch_bounds__(256, bits == 16 ? 3 : 2)                                     \
+    extern "C" __global__ void __launch_bounds__(256, bits == 16 ? 3 : 2)                          \
         ctxkv_norms_few##bits##_##name(const __grid_constant__ ctxkv_norms_params p) {             \
         norms_few<order, scaled, bits == 32>(p);                                                   \
     }                                                                                              \

@@ -11,10 +11,10 @@
 #define CTXKV_NORMS_HIDDEN_INPUT 1u // the hidden norm's gain multiplies the input
 #define CTXKV_NORMS_HIDDEN_FUSE 2u  // packed order: the first combination is an fma
 #define CTXKV_NORMS_LAYER_FUSE 4u
-#define CTXKV_NORMS_X_BY2 8u        // x is not 16-byte aligned in every row (only in `any`)
-#define CTXKV_NORMS_NO_HIDDEN 16u   // the hidden norm is absent: h = x (only in `any`)
-#define CTXKV_NORMS_NO_LAYER 32u    // the layer norm is absent: out = h (only in `any`)
-#define CTXKV_NORMS_NEXT_EARLY 64u  // the next kernel has much to do before its launch wait
+#define CTXKV_NORMS_X_BY2 8u       // x is not 16-byte aligned in every row (only in `any`)
+#define CTXKV_NORMS_NO_HIDDEN 16u  // the hidden norm is absent: h = x (only in `any`)
+#define CTXKV_NORMS_NO_LAYER 32u   // the layer norm is absent: out = h (only in `any`)
+#define CTXKV_NORMS_NEXT_EARLY 64u // the next kernel has much to do before its launch wait
 
 // Output vector (16 bytes) of columns 8c..8c+7 of row t of layer l lies at index
 // l*out_layer + t*out_row + c*out_column: row-major and "packed n" differ in these alone.
@@ -31,8 +31,8 @@ typedef struct {
     float hidden_eps, layer_eps;
     unsigned flags;
     // 0, or the rows of an output tile of "packed n": row t is row r = t % tile_rows of tile
-    // t / tile_rows, tiles begin out_tile vectors apart, and a tile's vector of columns 8c..8c+7 lies
-    // at (c/8*tile_rows + r)*8 + (c%8 ^ r%8). out_row and out_column mean nothing then.
+    // t / tile_rows, tiles begin out_tile vectors apart, and a tile's vector of columns 8c..8c+7
+    // lies at (c/8*tile_rows + r)*8 + (c%8 ^ r%8). out_row and out_column mean nothing then.
     int tile_rows;
     long long out_tile;
     unsigned *zero; // words to clear for the next kernel
@@ -69,8 +69,8 @@ typedef struct {
 } ctxkv_projection_block;
 
 typedef struct {
-    const void *x; // BF16
-    void *kv;      // BF16
+    const void *x;                              // BF16
+    void *kv;                                   // BF16
     long long x_layer, x_row, kv_layer, kv_row; // elements
     const ctxkv_projection_block *blocks;       // device memory, two per layer
     const float *bias;                          // [L, 2 * block_columns], or null

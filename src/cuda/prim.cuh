@@ -9,8 +9,12 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // Arithmetic. The intrinsics never contract, so a fused multiply-add is only where it is written.
-static __device__ __forceinline__ float add_rn(float a, float b) { return __fadd_rn(a, b); }
-static __device__ __forceinline__ float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+static __device__ __forceinline__ float add_rn(float a, float b) {
+    return __fadd_rn(a, b);
+}
+static __device__ __forceinline__ float mul_rn(float a, float b) {
+    return __fmul_rn(a, b);
+}
 static __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     return __fmaf_rn(a, b, c);
 }
@@ -28,7 +32,9 @@ static __device__ __forceinline__ float rsqrt_any(float a) {
 }
 
 // BF16: element 0 of a pair is in the low half. NaN rounds to 0x7FFF.
-static __device__ __forceinline__ float bf16_low(u32 w) { return __uint_as_float(w << 16); }
+static __device__ __forceinline__ float bf16_low(u32 w) {
+    return __uint_as_float(w << 16);
+}
 static __device__ __forceinline__ float bf16_high(u32 w) {
     return __uint_as_float(w & 0xffff0000u);
 }
@@ -43,8 +49,7 @@ static __device__ __forceinline__ void bf16_unpack8(uint4 w, float *v) {
 }
 static __device__ __forceinline__ uint4 bf16_pack8(const float *v) {
     return make_uint4(
-        bf16_pack(v[0], v[1]), bf16_pack(v[2], v[3]), bf16_pack(v[4], v[5]),
-        bf16_pack(v[6], v[7]));
+        bf16_pack(v[0], v[1]), bf16_pack(v[2], v[3]), bf16_pack(v[4], v[5]), bf16_pack(v[6], v[7]));
 }
 
 // Memory. `stream` loads are read once and must not push weights out of the first-level cache.
@@ -90,10 +95,10 @@ static __device__ __forceinline__ void load8_const(const float *p, float *v) {
 }
 // Global to shared memory past the registers; copy_wait waits for the thread's own copies.
 static __device__ __forceinline__ void copy16_async(void *shared, const void *global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     (u32)__cvta_generic_to_shared(shared)),
-                 "l"(global)
-                 : "memory");
+    asm volatile(
+        "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(shared)),
+        "l"(global)
+        : "memory");
 }
 static __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -132,8 +137,8 @@ static __device__ __forceinline__ void launch_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The same, but not before `ready` (never 0) is computed: left alone, the assembler puts the address
-// arithmetic behind the wait, where it costs time.
+// The same, but not before `ready` (never 0) is computed: left alone, the assembler puts the
+// address arithmetic behind the wait, where it costs time.
 static __device__ __forceinline__ void launch_wait_after(u64 ready) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{ .reg .pred p; setp.ne.u64 p, %0, 0; @p griddepcontrol.wait; }" ::"l"(ready)

@@ -3,8 +3,8 @@
 //
 // A block computes ROWS = 16*WARPS_M rows by 64 columns of one weight block; its 4 warps stand
 // WARPS_M high, and share the columns when there are fewer rows. K goes by in slices of 32 through
-// a ring of STAGES slices in shared memory; each output is one accumulator from k = 0 to the end, so
-// its bits do not depend on the tile or on the number of rows.
+// a ring of STAGES slices in shared memory; each output is one accumulator from k = 0 to the end,
+// so its bits do not depend on the tile or on the number of rows.
 #include "params.h"
 #include "prim.cuh"
 
@@ -26,7 +26,8 @@ static __device__ __forceinline__ void mma16(float *d, const u32 *a, u32 b0, u32
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 // Sixteen bytes, or zeros when there is nothing to read.
-static __device__ __forceinline__ void copy16_or_zero(void *shared, const void *global, bool there) {
+static __device__ __forceinline__ void copy16_or_zero(
+    void *shared, const void *global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                      (u32)__cvta_generic_to_shared(shared)),
                  "l"(global), "r"(there ? 16 : 0)
@@ -41,13 +42,15 @@ static __device__ __forceinline__ void load_slice(
         const bool there = row < rows_left && k < k_left;
         const u16 *p = from + (there ? row * stride + k : 0);
         u16 *to = shared + row * PITCH + k;
-        if (!by2) copy16_or_zero(to, p, there);
-        else *(uint4 *)to = there ? load16_by2(p) : make_uint4(0, 0, 0, 0);
+        if (!by2)
+            copy16_or_zero(to, p, there);
+        else
+            *(uint4 *)to = there ? load16_by2(p) : make_uint4(0, 0, 0, 0);
     }
 }
 
-template <int WARPS_M> static __device__ __forceinline__ void project(
-    const ctxkv_projection_params &p) {
+template <int WARPS_M>
+static __device__ __forceinline__ void project(const ctxkv_projection_params &p) {
     constexpr int ROWS = 16 * WARPS_M, WARPS_N = 4 / WARPS_M, TILES = COLUMNS / WARPS_N / 8;
     __shared__ __align__(16) u16 xs[STAGES][ROWS * PITCH], ws[STAGES][COLUMNS * PITCH];
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -86,8 +89,7 @@ template <int WARPS_M> static __device__ __forceinline__ void project(
             // A last half slice that is not there takes no step: its chain has ended.
             if (s * SLICE + k >= p.k) break;
             u32 a[4];
-            matrices4(
-                xs[s % STAGES] + (warp_m * 16 + lane % 16) * PITCH + k + lane / 16 * 8, a);
+            matrices4(xs[s % STAGES] + (warp_m * 16 + lane % 16) * PITCH + k + lane / 16 * 8, a);
 #pragma unroll
             for (int n = 0; n < TILES; n += 2) {
                 u32 b[4];
@@ -113,8 +115,10 @@ template <int WARPS_M> static __device__ __forceinline__ void project(
             }
             u16 *to = (u16 *)p.kv + layer * p.kv_layer + row * p.kv_row + c;
             const u32 pair = bf16_pack(low, high);
-            if (p.flags & CTXKV_PROJECTION_KV_BY2) to[0] = (u16)pair, to[1] = (u16)(pair >> 16);
-            else *(u32 *)to = pair;
+            if (p.flags & CTXKV_PROJECTION_KV_BY2)
+                to[0] = (u16)pair, to[1] = (u16)(pair >> 16);
+            else
+                *(u32 *)to = pair;
         }
 }
 

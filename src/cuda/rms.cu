@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // vLLM's rms_norm over a row of any width (SPEC 5), the hidden norm of the Qwen3 family.
 //
-// p.threads of the block take part: thread t adds the squares of the 8-wide vectors t, t+B, t+2B ...
-// by fma in element order; lanes are added as a tree of neighbours, warps in order. A lane or a warp
-// that is not there counts as +0, which changes no sum of squares. y = (x*r)*w, rounded once.
+// p.threads of the block take part: thread t adds the squares of the 8-wide vectors t, t+B, t+2B
+// ... by fma in element order; lanes are added as a tree of neighbours, warps in order. A lane or a
+// warp that is not there counts as +0, which changes no sum of squares. y = (x*r)*w, rounded once.
 #include "params.h"
 #include "prim.cuh"
 
@@ -30,8 +30,8 @@ static __device__ __forceinline__ char *place(const ctxkv_rms_params &p, i64 row
     return (char *)p.out + vector * 16;
 }
 
-static __device__ __forceinline__ void
-write8(const ctxkv_rms_params &p, i64 row, int v, uint4 w, float r) {
+static __device__ __forceinline__ void write8(
+    const ctxkv_rms_params &p, i64 row, int v, uint4 w, float r) {
     float y[8];
     bf16_unpack8(w, y);
     const float4 a = __ldg((const float4 *)p.gain + 2 * v);
@@ -56,8 +56,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     if (row == 0)
         for (int i = t; i < p.zero_count; i += blockDim.x) p.zero[i] = 0;
     if (p.flags & CTXKV_RMS_COPY) {
-        for (int v = t; v < p.vectors; v += blockDim.x)
-            store16(place(p, row, v), load_x(p, x, v));
+        for (int v = t; v < p.vectors; v += blockDim.x) store16(place(p, row, v), load_x(p, x, v));
         return;
     }
 #pragma unroll

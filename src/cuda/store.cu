@@ -24,8 +24,10 @@ template <int HD, unsigned NORM_, unsigned ROPE_, bool VEC_> struct shape {
         return !VEC_ && by2 ? load16_by2(p) : load16_stream(p);
     }
     static __device__ __forceinline__ void store(void *p, uint4 w, bool by2) {
-        if (!VEC_ && by2) store16_by2(p, w);
-        else store16(p, w);
+        if (!VEC_ && by2)
+            store16_by2(p, w);
+        else
+            store16(p, w);
     }
     static __device__ __forceinline__ uint2 load_half(const u16 *p, bool by2) {
         if (VEC_ || !by2) return load8(p);
@@ -79,8 +81,8 @@ template <class S> static __device__ __forceinline__ float sum_rms(const float (
 }
 
 template <class S>
-static __device__ __forceinline__ void
-k_norm(const ctxkv_store_common &c, const float *weight, int lane, float (*k)[8]) {
+static __device__ __forceinline__ void k_norm(
+    const ctxkv_store_common &c, const float *weight, int lane, float (*k)[8]) {
     if (S::norm(c) == CTXKV_STORE_NORM_ABSENT) return;
     if (S::HEAD == 64 && S::norm(c) == CTXKV_STORE_NORM_PLAIN) {
         const float r = rsqrt_any(fma_rn(sum_folded64(k[0]), 1.0f / 64, c.eps));
@@ -139,8 +141,8 @@ static __device__ __forceinline__ void rope_neox(const uint4 *t, int lane, float
 
 // The lane's part of a cos/sin row, as the rotation takes it.
 template <class S>
-static __device__ __forceinline__ void
-load_angles(const ctxkv_store_common &c, i64 position, int lane, uint4 *t) {
+static __device__ __forceinline__ void load_angles(
+    const ctxkv_store_common &c, i64 position, int lane, uint4 *t) {
     const u16 *row = (const u16 *)c.cos_sin + position * S::HEAD;
     const bool by2 = c.flags & CTXKV_STORE_TABLE_BY2;
     if (S::rope(c) == CTXKV_STORE_ROPE_GPTJ) {
@@ -208,8 +210,8 @@ static __device__ __forceinline__ void find_place(const ctxkv_store_layer &l, un
 }
 
 template <class S, class LAYER>
-static __device__ __forceinline__ void
-read_unit(const ctxkv_store_common &c, const LAYER &l, bool mine, unit<S> &u) {
+static __device__ __forceinline__ void read_unit(
+    const ctxkv_store_common &c, const LAYER &l, bool mine, unit<S> &u) {
     const bool by2 = c.flags & CTXKV_STORE_SRC_BY2;
     u.slot = -1, u.position = 0;
     u.angles[0] = u.angles[1] = make_uint4(0, 0, 0, 0);
@@ -226,8 +228,8 @@ read_unit(const ctxkv_store_common &c, const LAYER &l, bool mine, unit<S> &u) {
 
 // Checks the slot and the position, asks for the table row.
 template <class S, class LAYER>
-static __device__ __forceinline__ void
-check_unit(const ctxkv_store_common &c, const LAYER &l, int lane, unit<S> &u) {
+static __device__ __forceinline__ void check_unit(
+    const ctxkv_store_common &c, const LAYER &l, int lane, unit<S> &u) {
     const bool rope = S::rope(c) != CTXKV_STORE_ROPE_NONE;
     u.fault = CTXKV_FAULT_KIND_NONE;
     if (u.slot < 0) return;
@@ -264,16 +266,15 @@ static __device__ __forceinline__ void finish_unit(
 // Units are (row, head) in row-major order, one to a group of lanes. Every lane of a warp goes all
 // the way: the exchanges are warp-wide.
 template <class S, class INDEX, class LAYER>
-static __device__ __forceinline__ void
-store_units(const ctxkv_store_common &c, const LAYER &l, bool by2) {
+static __device__ __forceinline__ void store_units(
+    const ctxkv_store_common &c, const LAYER &l, bool by2) {
     const int lane = threadIdx.x & (S::LANES - 1), groups = blockDim.x / S::LANES;
     const INDEX units = (INDEX)l.rows * (INDEX)c.heads;
     const INDEX i = (INDEX)blockIdx.x * groups + threadIdx.x / S::LANES;
     unit<S> u;
     launch_next();
     place_unit<S>(c, l, lane, i, u);
-    launch_wait_after(
-        (u64)u.k_src | (u64)u.v_src | (u64)(l.slots + u.row) | (u64)u.k | (u64)u.v);
+    launch_wait_after((u64)u.k_src | (u64)u.v_src | (u64)(l.slots + u.row) | (u64)u.k | (u64)u.v);
     read_unit<S>(c, l, i < units, u);
     check_unit<S>(c, l, lane, u);
     finish_unit<S>(c, l.k_weight, by2, blockIdx.y, lane, u);

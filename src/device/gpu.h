@@ -28,7 +28,7 @@ struct ctxkv__cuda_device {
     const struct ctxkv__driver *cu;
     CUdevice device;
     CUcontext context;
-    bool retained;  // context is the primary one, retained by us
+    bool retained; // context is the primary one, retained by us
     int ordinal, arch, multiprocessors, driver_version, shared_limit;
     bool programmatic; // programmatic dependent launch
     bool packed;       // the stock norms of this architecture sum in `packed` order

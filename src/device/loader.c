@@ -35,12 +35,14 @@ static ctxkv_status init_failed(const struct ctxkv__driver *cu, CUresult result)
     switch ((int)result) {
     case 34: // CUDA_ERROR_STUB_LIBRARY
         return ctxkv__fail(
-            CTXKV_NO_DEVICE, "no usable GPU: the libcuda.so.1 found is the toolkit's stub, not a driver");
+            CTXKV_NO_DEVICE,
+            "no usable GPU: the libcuda.so.1 found is the toolkit's stub, not a driver");
     case CUDA_ERROR_NO_DEVICE:
         return ctxkv__fail(CTXKV_NO_DEVICE, "no usable GPU: the NVIDIA driver sees no device");
     case 35: // insufficient driver
         return ctxkv__fail(
-            CTXKV_NO_DEVICE, "no usable GPU: the kernel's NVIDIA driver is older than libcuda.so.1");
+            CTXKV_NO_DEVICE,
+            "no usable GPU: the kernel's NVIDIA driver is older than libcuda.so.1");
     case CUDA_ERROR_SYSTEM_DRIVER_MISMATCH:
         return ctxkv__fail(
             CTXKV_NO_DEVICE,
@@ -72,8 +74,10 @@ static ctxkv_status resolve(get_proc_fn get_proc, struct ctxkv__driver *cu) {
     if (get_proc(#name, &address, version, CU_GET_PROC_ADDRESS_DEFAULT, &found) || !address) {     \
         if (required)                                                                              \
             return ctxkv__fail(                                                                    \
-                CTXKV_NO_DEVICE, "the NVIDIA driver has no %s of CUDA %d.%d, must be at least "    \
-                                 "version 12.0", #name, version / 1000, version % 1000 / 10);      \
+                CTXKV_NO_DEVICE,                                                                   \
+                "the NVIDIA driver has no %s of CUDA %d.%d, must be at least "                     \
+                "version 12.0",                                                                    \
+                #name, version / 1000, version % 1000 / 10);                                       \
         address = 0;                                                                               \
     }                                                                                              \
     memcpy(&cu->name, &address, sizeof address);
@@ -105,15 +109,16 @@ const struct ctxkv__driver *ctxkv__driver_get(ctxkv_status *status) {
     pthread_mutex_lock(&load_lock);
     if (!in_use && !loaded) {
         load_status = load();
-        if (load_status)
-            strncpy(load_message, ctxkv_last_error(), sizeof load_message - 1);
+        if (load_status) strncpy(load_message, ctxkv_last_error(), sizeof load_message - 1);
         loaded = true;
     }
     const struct ctxkv__driver *cu = in_use ? in_use : load_status ? 0 : &real;
     pthread_mutex_unlock(&load_lock);
     *status = CTXKV_OK;
-    if (!cu) *status = ctxkv__fail(load_status, "%s", load_message);
-    else if (cu == in_use) *status = ctxkv__driver_start(cu);
+    if (!cu)
+        *status = ctxkv__fail(load_status, "%s", load_message);
+    else if (cu == in_use)
+        *status = ctxkv__driver_start(cu);
     return *status ? 0 : cu;
 }
 

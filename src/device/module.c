@@ -44,8 +44,8 @@ static ctxkv_status no_code(const struct ctxkv__cuda_device *gpu, int module, CU
 
 static ctxkv_status load_module(struct ctxkv__cuda_device *gpu, int module) {
     if (gpu->modules[module]) return CTXKV_OK;
-    CUresult result = gpu->cu->cuLibraryLoadData(
-        &gpu->modules[module], modules[module].code, 0, 0, 0, 0, 0, 0);
+    CUresult result =
+        gpu->cu->cuLibraryLoadData(&gpu->modules[module], modules[module].code, 0, 0, 0, 0, 0, 0);
     if (!result) return CTXKV_OK;
     gpu->modules[module] = 0;
     switch ((int)result) {
@@ -80,9 +80,11 @@ static ctxkv_status load_kernel(struct ctxkv__cuda_device *gpu, int kernel) {
         result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
         return no_code(gpu, kernels[kernel].module, result);
     if (!result && cu->cuFuncLoad) result = cu->cuFuncLoad(function);
-    int shared = kernels[kernel].shared;
+    int own = 0, shared = kernels[kernel].shared;
+    if (!result && shared)
+        result = cu->cuFuncGetAttribute(&own, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function);
     // What the kernel declares itself counts, too.
-    if (shared > gpu->shared_limit - 1024) shared = gpu->shared_limit - 1024;
+    if (shared > gpu->shared_limit - own) shared = gpu->shared_limit - own;
     if (!result && shared > 48 * 1024)
         result = cu->cuFuncSetAttribute(
             function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared);

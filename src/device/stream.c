@@ -83,8 +83,7 @@ ctxkv_status ctxkv__gpu_launch(
         a->value.clusterDim.z = 1;
     }
     void *params[1] = {(void *)(uintptr_t)launch->params};
-    CUresult result =
-        gpu->cu->cuLaunchKernelEx(&config, gpu->kernels[launch->kernel], params, 0);
+    CUresult result = gpu->cu->cuLaunchKernelEx(&config, gpu->kernels[launch->kernel], params, 0);
     return result ? ctxkv__cu_fail(gpu->cu, result, "launching a kernel") : CTXKV_OK;
 }
 
@@ -95,7 +94,8 @@ ctxkv_status ctxkv__gpu_alloc(
     if (!result) return CTXKV_OK;
     *address = 0;
     char doing[160];
-    snprintf(doing, sizeof doing, "allocating %zu bytes on cuda:%d for %s", bytes, gpu->ordinal, what);
+    snprintf(
+        doing, sizeof doing, "allocating %zu bytes on cuda:%d for %s", bytes, gpu->ordinal, what);
     return ctxkv__cu_fail(gpu->cu, result, doing);
 }
 

@@ -191,8 +191,8 @@ static CUresult f_cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *st
 static CUresult f_cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
     // Going back cannot fail: there would be nothing left to do.
     if (*mode == CU_STREAM_CAPTURE_MODE_RELAXED) STEP(cuThreadExchangeStreamCaptureMode);
-    CUstreamCaptureMode old = fake.relaxed ? CU_STREAM_CAPTURE_MODE_RELAXED
-                                           : CU_STREAM_CAPTURE_MODE_GLOBAL;
+    CUstreamCaptureMode old =
+        fake.relaxed ? CU_STREAM_CAPTURE_MODE_RELAXED : CU_STREAM_CAPTURE_MODE_GLOBAL;
     fake.relaxed = *mode == CU_STREAM_CAPTURE_MODE_RELAXED;
     *mode = old;
     return 0;
@@ -232,11 +232,18 @@ static CUresult f_cuFuncLoad(CUfunction function) {
     SLOW(cuFuncLoad);
     return 0;
 }
+enum { OWN_SHARED = 3000 }; // what every kernel declares for itself
+
+static CUresult f_cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
+    (void)function;
+    SLOW(cuFuncGetAttribute);
+    *value = which == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES ? OWN_SHARED : 0;
+    return 0;
+}
 static CUresult f_cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
     (void)function, (void)which;
     SLOW(cuFuncSetAttribute);
-    // Every kernel of ours has less than 1 KiB of shared memory of its own.
-    return value > 232448 - 1024 ? CUDA_ERROR_INVALID_VALUE : 0;
+    return value > 232448 - OWN_SHARED ? CUDA_ERROR_INVALID_VALUE : 0;
 }
 // The size of a kernel's one parameter, by the beginning of its name.
 static size_t param_bytes(const char *kernel) {
@@ -264,6 +271,7 @@ static CUresult f_cuLaunchKernelEx(
     (void)extra;
     STEP(cuLaunchKernelEx);
     if (fake.launches == FAKE_LAUNCHES) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (config->sharedMemBytes > 232448 - OWN_SHARED) return CUDA_ERROR_INVALID_VALUE;
     struct fake_launch *l = &fake.launch[fake.launches++];
     *l = (struct fake_launch){
         .kernel = (const char *)(void *)function,
@@ -354,6 +362,5 @@ static int b_gemm(
     fake.gemm_rows = n;
     return sane ? 0 : 7;
 }
-const struct ctxkv__cublas fake_cublas = {b_create,     b_destroy,       b_version,
-                                          b_set_stream, b_set_workspace, b_gemm,
-                                          0};
+const struct ctxkv__cublas fake_cublas = {b_create,        b_destroy, b_version, b_set_stream,
+                                          b_set_workspace, b_gemm,    0};

@@ -21,8 +21,9 @@ int main(int argc, char **argv) {
     }
     ctxkv_device_info info = {.size = sizeof info};
     ctxkv_device_get_info(device, &info);
-    printf("opened %s, sm_%d, driver %d, %d devices\n", info.name, info.cuda_arch, info.driver,
-           ctxkv_cuda_device_count());
+    printf(
+        "opened %s, sm_%d, driver %d, %d devices\n", info.name, info.cuda_arch, info.driver,
+        ctxkv_cuda_device_count());
     ctxkv_device_close(device);
     return 0;
 }

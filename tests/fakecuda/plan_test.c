@@ -83,8 +83,7 @@ static ctxkv_status make_chain(ctxkv_device *device, bool rms, ctxkv_chain **cha
         s.k_norm = CTXKV_K_NORM_RMS;
         s.k_norm_weight = gpu_tensor(&b[2], k_weight, bf16, 2, (int64_t[]){LAYERS, 64}, 0);
     }
-    const DLTensor *w =
-        gpu_tensor(&b[3], weights, bf16, 3, (int64_t[]){LAYERS, COLUMNS, D}, 0);
+    const DLTensor *w = gpu_tensor(&b[3], weights, bf16, 3, (int64_t[]){LAYERS, COLUMNS, D}, 0);
     p.weights = &w;
     p.weight_count = 1;
     s.rope = rms ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
@@ -293,7 +292,8 @@ static void few_rows_take_the_decode_kernels(void **state) {
         assert_int_equal(l->grid[0], d.tiles);
         assert_int_equal(l->grid[1], d.batch_tiles);
         assert_int_equal(l->grid[2], LAYERS);
-        assert_int_equal(l->cluster[0], d.cluster_tiles * d.cluster_batches > 1 ? d.cluster_tiles : 0);
+        assert_int_equal(
+            l->cluster[0], d.cluster_tiles * d.cluster_batches > 1 ? d.cluster_tiles : 0);
         assert_ptr_equal(d.x, n.out);
         assert_int_equal(n.tile_rows, d.batch_rows);
         assert_int_equal(n.out_tile, (int64_t)d.chunks * d.batch_rows);
@@ -419,14 +419,15 @@ static void programmatic_launch_can_be_off(void **state) {
         struct parts p;
         ctxkv_device_options options;
         ctxkv_device_options_init(&options);
-        if (old) fake.major = 8;
-        else options.programmatic_launch = 0;
+        if (old)
+            fake.major = 8;
+        else
+            options.programmatic_launch = 0;
         assert_int_equal(ctxkv_device_open("cuda:0", &options, &p.device), CTXKV_OK);
         assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
         assert_int_equal(bind(p.chain, 0), CTXKV_OK);
         assert_int_equal(run(p.chain, 0), CTXKV_OK);
-        for (int i = 0; i < fake.launches; i++)
-            assert_int_equal(fake.launch[i].programmatic, -1);
+        for (int i = 0; i < fake.launches; i++) assert_int_equal(fake.launch[i].programmatic, -1);
         // Only sm_90 is known to have cuBLAS equal to the exact chain.
         assert_int_equal(fake.launches, old ? 3 : 2);
         ctxkv_chain_destroy(p.chain);
@@ -499,8 +500,7 @@ static void bad_operands_launch_nothing(void **state) {
     assert_int_equal(ctxkv_norms_create(device, &n, &norms), CTXKV_OK);
     const DLTensor *good = gpu_tensor(&b[0], x, bf16, 2, (int64_t[]){ROWS, D}, 0);
     const DLTensor *odd = gpu_tensor(
-        &b[1], out + 1, bf16, 3, (int64_t[]){LAYERS, ROWS - 1, D},
-        (int64_t[]){ROWS * D, D, 1});
+        &b[1], out + 1, bf16, 3, (int64_t[]){LAYERS, ROWS - 1, D}, (int64_t[]){ROWS * D, D, 1});
     b[0].shape[0] = ROWS - 1;
     assert_int_equal(ctxkv_norms_run(norms, good, odd, 0), CTXKV_INVALID_ARGUMENT);
     assert_non_null(strstr(ctxkv_last_error(), "out"));

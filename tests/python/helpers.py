@@ -59,5 +59,5 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     if path:
         inherited["PYTHONPATH"] = path
     return subprocess.run(
-        [sys.executable, "-c", code], env=inherited, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=inherited, capture_output=True, text=True, timeout=120
     )

@@ -31,6 +31,7 @@ GRID = {
     "equal": False, "explained": 0.75, "verdict": ["layer_weight_first"],
     "grid": [[[0, 3, -1], [0, 0, -1]], [[64, 64, 64], [1, 0, 0]]],
 }
+SPREAD = {"rows": [{"op": "store", "heads": 2, "rows": 8, "us": {"ctxkv": [2.0, 1.9, 2.1]}}]}
 
 
 def write(path: Path, data) -> Path:
@@ -49,6 +50,7 @@ def texts(svg: Path) -> str:
         (BENCH, ["norms, 2 KV heads", "chain, 16 KV heads", "ctxkv", "floor", "cpu avx512"]),
         (PEERS, ["chain, 16 KV heads", "seed", "stock", "floor", "H200"]),
         (GRID, ["layer 0", "layer 1", "layer_weight_first: 75 % of the rows explained"]),
+        ({**GRID, "grid_k": GRID["grid"], "grid_v": GRID["grid"]}, ["K", "V", "layer 1"]),
         ({**GRID, "equal": True, "grid": [[[0, 0]]]}, ["all bits equal"]),
         ({**GRID, "verdict": []}, ["no known fault"]),
     ],
@@ -75,6 +77,7 @@ def test_what_is_read_is_what_is_there() -> None:
         "ctxkv": [(1, 3.0), (8, 24.0), (64, 192.0)], "floor": [(1, 1.5), (8, 12.0), (64, 96.0)],
     }
     stock = plot.read_bench(PEERS)[("chain", 16)]["stock"]
+    assert plot.read_bench(SPREAD)[("store", 2)] == {"ctxkv": [(8, 2.0)]}
     assert stock == [(1, 91.0), (64, 154.0), (16384, 16474.0)]
 
 
@@ -88,6 +91,7 @@ def test_what_is_read_is_what_is_there() -> None:
         ('{"results": [{"op": "norms", "rows": "x", "us": 1}]}', "measurement 0"),
         ('{"grid": []}', '"grid" must be a list'),
         ('{"grid": [[[1, 2], [1]]]}', "as many heads and rows"),
+        ('{"grid": [[[1]]], "grid_k": [[[1]]], "grid_v": []}', '"grid_v" must be a list'),
     ],
 )
 def test_bad_files_are_named(text: str, said: str, tmp_path, capsys) -> None:

@@ -157,6 +157,25 @@ def test_qwen3_has_stocks_values(cls: type, bias: bool, said) -> None:
     assert issubclass(CtxkvQwen3DSpark, Qwen3DSparkForCausalLM)
 
 
+@pytest.mark.parametrize("rows", [3, 260])
+def test_qwen3_has_the_oracles_bits(rows: int) -> None:
+    model = drafts.qwen3(seed=rows, bias=True, heads=1, width=64)
+    x, at, _ = inputs(model, rows)
+    chosen = torch.arange(rows) % 64
+    chosen[64:] = -1
+    got = run_ours(model, x, at, chosen, CtxkvDFlashQwen3)
+    wanted = drafts.fresh_caches(model)
+    n = oracle.rms_norm(x, model._hidden_norm_weight, 1e-6, rows)
+    for l, cache in enumerate(wanted):
+        weights = model._fused_kv_weight.view(2, -1, 64)[l]
+        kv = oracle.project(n, weights, model._fused_kv_bias.view(2, -1)[l]).view(rows, 2, 1, 64)
+        oracle.store_layer(
+            kv[:, 0], kv[:, 1], at, chosen, model._rope_cos_sin_cache, "neox", views(cache),
+            lambda k, l=l: oracle.rms_norm(k, model._k_norm_weights[l], 1e-6, 2 * rows),
+        )
+        assert oracle.same(got[l], cache), f"layer {l}"
+
+
 @pytest.mark.parametrize("mapping", ["none", "one", "list", "tuple", "some", "fewer", "empty"])
 def test_every_kind_of_slot_mapping(mapping: str, said) -> None:
     model = drafts.muse_spark(layers=3)
@@ -403,6 +422,25 @@ def test_register_without_vllm_is_harmless() -> None:
         "assert 'torch' not in sys.modules\nprint('alive')\n"
     )
     assert done.stdout.strip() == "alive", done.stderr
+
+
+@pytest.mark.slow
+def test_vllm_finds_the_plugin_by_itself(tmp_path) -> None:
+    info = tmp_path / "ctxkv-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ctxkv\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nctxkv = ctxkv.vllm:register\n"
+    )
+    done = python(
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from vllm import ModelRegistry\n"
+        "assert 'ctxkv.vllm_model' not in sys.modules and 'ctxkv.torch' not in sys.modules\n"
+        "print(ModelRegistry.models['MuseSparkDSparkModel'].module_name)\n"
+    )
+    assert done.stdout.strip().endswith("ctxkv.vllm_model"), done.stderr[-2000:]
 
 
 def test_the_entry_point_is_the_plugin(root) -> None:

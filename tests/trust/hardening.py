@@ -55,6 +55,9 @@ def checks(library):
     yield "no search path inside", not re.search(r"RPATH|RUNPATH", dynamic)
     yield "stack protector", "__stack_chk_fail" in names
     yield "fortified", bool(re.search(r"\b__\w+_chk\b", names))
+    yield "soname libctxkv.so.0", "Library soname: [libctxkv.so.0]" in dynamic
+    versions = set(re.findall(r" [TDBRVW] ctxkv_\w+(@\S*)?", names))
+    yield f"symbol versions {sorted(versions)}", versions == {"@@CTXKV_0"}
     needed = set(re.findall(r"NEEDED.*\[(.*)\]", dynamic))
     yield f"libraries {sorted(needed - NEEDED)}", needed <= NEEDED
     exported = set(re.findall(r"^[0-9a-f]+ [TDBRVW] (\w+)", names, re.M)) - {"CTXKV_0"}

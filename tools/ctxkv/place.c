@@ -42,7 +42,7 @@ bool cli_place_open(cli_place *place, const cli_options *options) {
         return false;
     }
     if (!strncmp(name, "cuda", 4)) {
-        place->where = (DLDevice){kDLCUDA, name[4] ? atoi(name + 5) : 0};
+        place->where = (DLDevice){kDLCUDA, name[4] ? (int)strtol(name + 5, NULL, 10) : 0};
         place->memory = ctxkv_device_memory(place->device);
         if (!place->memory) {
             cli_fail("--device: %s has no memory interface in this build", name);

@@ -62,7 +62,9 @@ static uint16_t word(const uint8_t *data, uint64_t index) {
 }
 
 static void tell_first(int64_t layer, const io_tensor *a, const io_tensor *b, uint64_t index) {
-    uint64_t width = (uint64_t)a->shape[3], half = width / 2, rest = index / width;
+    // An element differs, so no extent is 0.
+    uint64_t width = (uint64_t)a->shape[3], half = width / 2;
+    uint64_t rest = index / width; // NOLINT(clang-analyzer-core.DivideZero)
     uint64_t column = index % width, size = (uint64_t)a->shape[2], heads = (uint64_t)a->shape[1];
     printf(
         "differ: first at layer %" PRId64 ", block %" PRIu64 ", offset %" PRIu64 ", head %" PRIu64
