@@ -60,12 +60,17 @@ def cpu():
         return "(no results committed yet)"
     table = []
     for row in data["rows"]:
-        share = row.get("bandwidth_share")
-        table.append([row["op"], str(row.get("heads", "")), str(row["rows"]), us(row["us"]),
-                      f"{row['gmacs']:.1f}" if row.get("gmacs") else "",
-                      f"{row['gbs']:.1f}" if row.get("gbs") else "",
-                      f"{100 * share:.0f} %" if share else ""])
-    return markdown(["op", "KV heads", "rows", "us", "GMAC/s", "GB/s", "of copy"], table)
+        t, macs = row["us"], row["macs"]
+        table.append([row["op"], str(row["heads"]), str(row["rows"]), us(t.get("ctxkv")),
+                      us(t.get("onednn")), us(t.get("torch")), us(t.get("floor")),
+                      ratio(t.get("ctxkv"), t.get("torch")),
+                      f"{macs / t['ctxkv'] * 1e-3:.1f}" if macs else "",
+                      f"{row['bytes'] / t['ctxkv'] * 1e-3:.1f}"])
+    head = ["op", "KV heads", "rows", "ctxkv us", "oneDNN us", "torch us", "copy us",
+            "ctxkv / torch", "GMAC/s", "GB/s"]
+    versions = [data["name"], data["tier"] + " tier"] + [
+        v for v in (data.get("onednn"), data.get("torch") and "torch " + data["torch"]) if v]
+    return f"{', '.join(versions)}; copy {data['copy_gb_s']} GB/s.\n\n" + markdown(head, table)
 
 
 TABLES = {

@@ -174,7 +174,7 @@ static bool load_weights(const loader *in) {
     for (int64_t i = 0; i < config->layers * 2; ++i) {
         char name[128];
         found item;
-        const uint8_t *data = NULL;
+        const uint8_t *data;
         if (!rank_rows(in, i / 2, i % 2, "weight", false, &item, name, sizeof name, &data) ||
             !set_view(
                 in, &draft->weights[i], data, IO_BF16, draft->kv_heads * config->head_dim,
@@ -195,7 +195,7 @@ static bool load_bias(const loader *in) {
     for (int64_t i = 0; i < config->layers * 2; ++i) {
         char name[128];
         found item;
-        const uint8_t *data = NULL;
+        const uint8_t *data;
         if (!rank_rows(in, i / 2, i % 2, "bias", true, &item, name, sizeof name, &data)) {
             return false;
         }

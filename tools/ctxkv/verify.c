@@ -62,15 +62,16 @@ static uint16_t word(const uint8_t *data, uint64_t index) {
 }
 
 static void tell_first(int64_t layer, const io_tensor *a, const io_tensor *b, uint64_t index) {
-    // An element differs, so no extent is 0.
     uint64_t width = (uint64_t)a->shape[3], half = width / 2;
-    uint64_t rest = index / width; // NOLINT(clang-analyzer-core.DivideZero)
-    uint64_t column = index % width, size = (uint64_t)a->shape[2], heads = (uint64_t)a->shape[1];
+    uint64_t size = (uint64_t)a->shape[2], heads = (uint64_t)a->shape[1];
+    // An element differs, so no extent is 0.
+    uint64_t column = index % width, row = index / width; // NOLINT(clang-analyzer-core.DivideZero)
+    uint64_t offset = row % size, head = row / size;      // NOLINT(clang-analyzer-core.DivideZero)
     printf(
         "differ: first at layer %" PRId64 ", block %" PRIu64 ", offset %" PRIu64 ", head %" PRIu64
         ", %s, column %" PRIu64 ": A has 0x%04x, B has 0x%04x\n",
-        layer, rest / size / heads, rest % size, rest / size % heads, column < half ? "K" : "V",
-        column % half, word(a->data, index), word(b->data, index));
+        layer, head / heads, offset, head % heads, column < half ? "K" : "V",
+        column - (column < half ? 0 : half), word(a->data, index), word(b->data, index));
 }
 
 // Counts differing elements of one layer; tells the first if none was told before.
