@@ -44,6 +44,9 @@ ctxkv__norms_fn ctxkv__norms_ref;
 // One vLLM rms_norm's scale for n values: rsqrt(sum/n + eps) with B threads (SPEC 5).
 float ctxkv__rms_scale_ref(const float *values, int64_t n, int64_t threads, float eps);
 
+// The row norm's sum of squares of 8192 values, order PAIR or PACKED (SPEC 3.1).
+float ctxkv__row_sum_ref(const float *v, enum ctxkv__sum_order order, bool contract);
+
 // FP32 gains of n weights (BF16 or FP32, any alignment): weight + centre.
 void ctxkv__gains(const void *weights, bool fp32, int64_t n, float centre, float *gains);
 

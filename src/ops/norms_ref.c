@@ -37,7 +37,7 @@ static float fold(float *s, int n) {
     return s[0];
 }
 
-static float row_scale(const float *v, const struct ctxkv__norm *norm) {
+float ctxkv__row_sum_ref(const float *v, enum ctxkv__sum_order order, bool contract) {
     float warps[8];
     for (int w = 0; w < 8; w++) {
         float lanes[32];
@@ -46,12 +46,17 @@ static float row_scale(const float *v, const struct ctxkv__norm *norm) {
             float q[ROW_VALUES];
             for (int k = 0; k < 4; k++)
                 for (int e = 0; e < 8; e++) q[8 * k + e] = v[t * 8 + k * 2048 + e];
-            lanes[lane] = norm->order == CTXKV__ORDER_PAIR ? thread_sum_pair(q)
-                                                           : thread_sum_packed(q, norm->contract);
+            lanes[lane] =
+                order == CTXKV__ORDER_PAIR ? thread_sum_pair(q) : thread_sum_packed(q, contract);
         }
         warps[w] = fold(lanes, 32);
     }
-    return ctxkv__rsqrt_ftz(ctxkv__fma(fold(warps, 8), 1.0f / 8192, norm->eps));
+    return fold(warps, 8);
+}
+
+static float row_scale(const float *v, const struct ctxkv__norm *norm) {
+    float sum = ctxkv__row_sum_ref(v, norm->order, norm->contract);
+    return ctxkv__rsqrt_ftz(ctxkv__fma(sum, 1.0f / 8192, norm->eps));
 }
 
 float ctxkv__rms_scale_ref(const float *values, int64_t n, int64_t threads, float eps) {

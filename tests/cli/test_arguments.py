@@ -13,7 +13,7 @@ from helpers import (
 )
 
 
-COMMANDS = ["info", "synth", "run", "verify", "selftest", "bench"]
+COMMANDS = ["info", "synth", "run", "verify", "selftest", "bench", "diagnose"]
 
 
 # ---- arguments

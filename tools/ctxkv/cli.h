@@ -19,7 +19,8 @@ typedef struct cli_command {
 
 // NULL-terminated. main() runs them, the manual page is made from them.
 extern const cli_command *const cli_commands[];
-extern const cli_command cli_info, cli_synth, cli_run, cli_verify, cli_selftest, cli_bench;
+extern const cli_command cli_info, cli_synth, cli_run, cli_verify, cli_selftest, cli_bench,
+    cli_diagnose;
 extern const char cli_summary[], cli_description[], cli_exit_text[];
 
 // Prints "ctxkv NAME: text" as one line on stderr; returns 2, the exit status.

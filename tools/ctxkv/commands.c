@@ -13,5 +13,5 @@ const char cli_exit_text[] =
     "Exit status: 0 success; 1 a comparison found a difference; 2 wrong arguments, an unreadable\n"
     "file or a failure, told in one line on standard error (then no output file is written).";
 
-const cli_command *const cli_commands[] = {&cli_info,     &cli_synth, &cli_run, &cli_verify,
-                                           &cli_selftest, &cli_bench, NULL};
+const cli_command *const cli_commands[] = {&cli_info,     &cli_synth, &cli_run,      &cli_verify,
+                                           &cli_selftest, &cli_bench, &cli_diagnose, NULL};
