@@ -139,7 +139,7 @@ def decode():
         for v in range(8):
             fill = (BLUE, ORANGE, GREEN)[r]
             p.box(80 + 80 * v, 34 + 34 * r, 80, 30, fill, f"cols {8 * (v ^ r)}..{8 * (v ^ r) + 7}")
-    p.text(80, 156, "vector v of row r holds chunk v ^ (r mod 8), wgmma's swizzle; a stage: one copy")
+    p.text(80, 156, "vector v of row r has chunk v ^ (r mod 8): wgmma's swizzle; one copy a stage")
     p.text(20, 186, "W [layer][tile][D/8][tile_rows][8]: 8 columns, all rows of the tile")
     for c in range(3):
         p.box(20 + 240 * c, 196, 230, 34, GREY)
