@@ -86,7 +86,10 @@ def main():
     args = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
     heads, counts = ([int(n) for n in text.split(",")] for text in (args.heads, args.rows))
-    told, found, start = {}, {}, time.time()
+    told, found, start, load = {}, {}, time.time(), os.getloadavg()[0]
+    if load > 0.5:
+        print(f"the load is {load:.1f}: OpenMP's barriers make torch and oneDNN far too slow on a "
+              "busy machine; wait for a quiet one", file=sys.stderr)
     if cpu_torch:
         torch.set_num_threads(threads)
     for turn in range(args.rounds):
@@ -107,7 +110,7 @@ def main():
     result = {"device": "cpu", "name": f"{cpu_name()}, {told['threads']} threads", **told,
               "torch": torch.__version__ if cpu_torch else None, "kernel": platform.release(),
               "date": time.strftime("%Y-%m-%d", time.gmtime()),
-              "load": os.getloadavg()[0], "layers": 5, "hidden_size": 8192,
+              "load": load, "layers": 5, "hidden_size": 8192,
               "method": f"{args.rounds} rounds, the programs in turn; median of the medians",
               "rows": combine(found, told)}
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
