@@ -30,7 +30,8 @@ def ctxkv(args, heads, threads, told):
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [args.ctxkv, "bench", "--device", "cpu", "--heads", str(heads),
-                   "--rows", args.rows, "--threads", str(threads), "--seconds", str(args.seconds), "--json", str(out)]
+                   "--rows", args.rows, "--threads", str(threads),
+                   "--seconds", str(args.seconds), "--json", str(out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         data = json.loads(out.read_text())
     told.update({key: data[key] for key in ("version", "tier", "threads")})

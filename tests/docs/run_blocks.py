@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Run every code block of README.md and docs/: sh in a scratch folder with the built tool first in
+"""Run every code block of README.md and docs/: sh in a scratch folder with the built tools first in
 PATH, python with the package importable, c as a program against the built library.
 
 usage: run_blocks.py BUILD_FOLDER [FILE.md ...]
@@ -57,7 +57,7 @@ def main():
     files = [Path(f).resolve() for f in sys.argv[2:]] or [
         ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     env = dict(os.environ)
-    env["PATH"] = f"{build}/tools/ctxkv:{env['PATH']}"
+    env["PATH"] = f"{build}/tools/ctxkv:{build}/tests/check:{env['PATH']}"
     env["CTXKV_LIBRARY"] = str(build / "libctxkv.so")
     env["PYTHONPATH"] = str(ROOT / "python")
     env["CTXKV_SOURCE"] = str(ROOT)

@@ -151,6 +151,7 @@ static bool make_gains(dg_call *call) {
             view->tensor.data, view->tensor.dtype.bits == 32, n, 0.0f, call->gains + i * n);
     }
     if (!draft->bias.tensor.data) return true;
+    // NOLINTNEXTLINE(clang-analyzer-optin.portability.UnixAPI): a layer has columns
     call->bias = calloc((size_t)(call->L * width), sizeof *call->bias);
     if (!call->bias) return out_of_memory();
     ctxkv__gains(draft->bias.tensor.data, false, call->L * width, 0.0f, call->bias);
