@@ -164,14 +164,14 @@ class ContextKV:
         """The plan's own for the first stream, one of torch's for each further stream."""
         if self.device.type != "cuda":
             return 0
-        held = self._workspaces.get(stream)
-        if held is None:
-            held = 0
+        if stream not in self._workspaces:
+            own = None
             if self._workspaces:
                 size = chain.workspace_size + 256
-                held = torch.empty(size, dtype=torch.uint8, device=self.device)
-            held = self._workspaces.setdefault(stream, held)
-        return held and -(-held.data_ptr() // 256) * 256
+                own = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._workspaces.setdefault(stream, own)
+        held = self._workspaces[stream]
+        return 0 if held is None else -(-held.data_ptr() // 256) * 256
 
     def _plain(self, vector: torch.Tensor, most: int) -> bool:
         return (

@@ -77,7 +77,6 @@ void ctxkv__store_ref(
     const struct ctxkv__store_args *args, int64_t layer, int64_t row_begin, int64_t row_end,
     struct ctxkv__fault_record *faults) {
     const struct ctxkv__cache *cache = &args->caches[layer];
-    bool untouched = args->k_norm == CTXKV__K_ABSENT && args->rope == CTXKV__ROPE_NONE;
     for (int64_t t = row_begin; t < row_end; t++) {
         if (ctxkv__store_row_fate(args, layer, t, faults) != CTXKV__ROW_STORE) continue;
         int64_t slot = args->slots[layer].slots[t];
@@ -97,10 +96,7 @@ void ctxkv__store_ref(
             k_norm(args, layer, key);
             if (args->rope != CTXKV__ROPE_NONE) rotate(args, args->positions[t], key);
             for (int64_t i = 0; i < args->head_dim; i++) {
-                // Nothing was computed: the key passes bit for bit, as V does.
-                ctxkv__store16(
-                    cache->k, to_k + i,
-                    untouched ? ctxkv__load16(args->k, from_k + i) : ctxkv__to_bf16(key[i]));
+                ctxkv__store16(cache->k, to_k + i, ctxkv__to_bf16(key[i]));
                 ctxkv__store16(cache->v, to_v + i, ctxkv__load16(args->v, from_v + i));
             }
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
@@ -231,3 +232,17 @@ def test_caches_of_a_wrong_shape() -> None:
         chain.bind([good, stock_cache(1, 1, 16, 32)])
     with pytest.raises(ValueError, match=r"keys\[1\] has shape"):
         chain.bind([good, stock_cache(1, 2, 16)])
+
+
+def test_each_further_stream_has_a_workspace(monkeypatch):
+    """The first stream takes the plan's own; found by two streams on an H200."""
+    chain = object.__new__(ContextKV)
+    chain.device, chain._workspaces = torch.device("cuda"), {}
+    plan = types.SimpleNamespace(workspace_size=1000)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda n, dtype, device: empty(n, dtype=dtype))
+    first, second = chain._workspace(plan, 1), chain._workspace(plan, 2)
+    assert first == 0 and second % 256 == 0 and second != 0
+    assert chain._workspace(plan, 1) == 0 and chain._workspace(plan, 2) == second
+    held = chain._workspaces[2]
+    assert held.data_ptr() <= second and second + 1000 <= held.data_ptr() + held.numel()

@@ -164,7 +164,7 @@ static uint32_t fixed_to_float(struct fixed f) {
     uint32_t significand = 0;
     for (int i = 23; i >= 0; i--)
         significand = significand << 1 | (f.w[(lowest + i) / 32] >> (lowest + i) % 32 & 1);
-    if (exponent < -126) return sign | significand;
+    if (exponent < -126) return significand ? sign | significand : 0; // zero loses its sign
     return sign | (uint32_t)(exponent + 127) << 23 | (significand & 0x7FFFFF);
 }
 
@@ -321,6 +321,12 @@ static void mma16_specials(void **unused) {
                     same(a, b, accs[s]);
                 }
     uint16_t none[16] = {0};
+    // A negative sum cut to nothing gives +0, as on the H200 (tests/device, hostile projections);
+    // one that leaves a subnormal keeps its sign.
+    uint16_t small[16] = {0x1A00}, minus_smaller[16] = {0x9A00}, minus_tiny[16] = {0x9880};
+    assert_int_equal(ctxkv__bits(ctxkv__mma16(small, minus_smaller, 0.0f)), 0);
+    small[0] = 0x1C80;
+    assert_int_equal(ctxkv__bits(ctxkv__mma16(small, minus_tiny, 0.0f)), 0x80000002);
     assert_int_equal(ctxkv__bits(ctxkv__mma16(none, none, ctxkv__float(0x80000000))), 0);
     assert_int_equal(ctxkv__bits(ctxkv__mma16(none, none, ctxkv__float(0xFFC00000))), 0x7FFFFFFF);
 }
