@@ -195,7 +195,7 @@ static float dot(const uint16_t *x, const uint16_t *w) {
     float a = 0;
     double d = 0;
     for (int n = 2; n <= 8; ++n) {
-        char name[32], bf16[32];
+        char name[48], bf16[48];
         snprintf(name, sizeof name, "split_k_%d", n);
         snprintf(bf16, sizeof bf16, "projection_bf16_parts_%d", n);
         if (!on(name) && !on(bf16)) continue;
@@ -328,10 +328,16 @@ static void rope(int64_t t, float *k) {
 
 // ---- the cache ---------------------------------------------------------------------------------
 static uint16_t half_bits(uint16_t h) {
-    _Float16 x = (_Float16)wide(h);
-    uint16_t bits;
-    memcpy(&bits, &x, 2);
-    return bits;
+    // FP16, to nearest even, by the C library; clang 14 has no _Float16 here.
+    float x = wide(h), magnitude = fabsf(x);
+    uint16_t sign = h & 0x8000;
+    if (isnan(x)) return sign | 0x7E00 | (h & 0x7F) << 3;
+    if (magnitude >= 65520.0f) return sign | 0x7C00;
+    int exponent;
+    frexpf(magnitude, &exponent);
+    if (magnitude < 0x1p-14f) exponent = -13; // subnormals share the lowest exponent
+    uint32_t units = (uint32_t)rintf(ldexpf(magnitude, 11 - exponent));
+    return (uint16_t)(sign | (((uint32_t)(exponent + 13) << 10) + units));
 }
 
 // Element offset of a row's head; -1: not written.
