@@ -262,7 +262,7 @@ CTXKV_API ctxkv_status ctxkv_chain_run(
 typedef struct ctxkv_chain_call {
     size_t size;
     const void *x;               // BF16 [rows, D]
-    int64_t x_row_stride;        // elements
+    int64_t x_row_stride;        // elements; D when contiguous (0 reads row 0 T times)
     int64_t rows;                // T
     const int64_t *positions;    // [rows]; may be NULL without RoPE
     const int64_t *const *slots; // slot_count addresses (host array; entries in device memory)
