@@ -23,6 +23,10 @@ enum ctxkv__sum_order ctxkv__norm_order(
 #define STREAM_NORM_ROWS 32 // rows of all layers
 #define STREAM_STORE_BYTES (1 << 20)
 
+// Pieces of work: waking a thread takes about 40 us, so less than that is done by the caller alone.
+#define NORM_ROWS 8
+#define ALONE_STORE_BYTES (256 << 10)
+
 struct norms_loop {
     ctxkv__norms_fn *fn;
     struct ctxkv__norms_args args;
@@ -49,7 +53,7 @@ static void run_norms(
     loop.args.out_layer_stride = call->out_layer_stride;
     loop.args.out_row_stride = call->out_row_stride;
     loop.args.stream = !in_chain && call->rows * loop.args.num_layers >= STREAM_NORM_ROWS;
-    ctxkv__pool_loop(plan->device->pool, call->rows, 4, norms_part, &loop);
+    ctxkv__pool_loop(plan->device->pool, call->rows, NORM_ROWS, norms_part, &loop);
 }
 
 void ctxkv__cpu_norms(const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call) {
@@ -153,8 +157,9 @@ static void run_store(
     pthread_mutex_lock(&plan->run_lock);
     loop.faults = plan->worker_faults;
     memset(loop.faults, 0, (size_t)workers * sizeof *loop.faults);
-    ctxkv__pool_loop(
-        plan->device->pool, loop.args.num_layers * loop.parts_per_layer, 1, store_part, &loop);
+    int64_t parts = loop.args.num_layers * loop.parts_per_layer;
+    int64_t grain = most < ALONE_STORE_BYTES / row_bytes ? parts : 1;
+    ctxkv__pool_loop(plan->device->pool, parts, grain, store_part, &loop);
     pthread_mutex_lock(&plan->lock);
     for (int w = 0; w < workers; w++) {
         loop.faults[w].row += row_offset;
