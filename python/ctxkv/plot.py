@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # python -m ctxkv plot: a benchmark as time against rows, a diagnosis as heat maps; SVG and PNG.
 """Reads two kinds of JSON. A benchmark: {"results" or "rows": [{"op", "heads", "rows", "us"}]},
-with "median_us", "p10_us", "p90_us" and "copy_share" (`ctxkv bench --json`), or "us" by program
+with "median_us", "p10_us", "p90_us" and "floor_us" (`ctxkv bench --json`), or "us" by program
 ({"ctxkv": .., "stock": .., "floor": ..}, bench/results). A
 diagnosis (`ctxkv diagnose --json`): "grid" [L][H][T], the elements of a layer's head and row that
 differ (-1: not stored), or "grid_k" and "grid_v" apart, beside "verdict" and "explained"."""
@@ -56,8 +56,9 @@ def _series(row: dict[str, Any]) -> dict[str, float]:
         }
     else:
         found = {"ctxkv": float(us)}
-        # The floor of a copy of the same bytes, measured in the same run.
-        found["floor"] = found["ctxkv"] * float(row.get("copy_share") or 0)
+        # Measured in the same run; older files know only a copy of the same bytes.
+        copied = found["ctxkv"] * float(row.get("copy_share") or 0)
+        found["floor"] = float(row.get("floor_us") or copied)
     return {name: value for name, value in found.items() if value > 0}
 
 
