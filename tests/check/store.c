@@ -14,9 +14,16 @@ struct made {
     struct ctxkv__cache truth[MAX_LAYERS], got[MAX_LAYERS];
     struct area truth_areas[MAX_LAYERS], got_areas[MAX_LAYERS];
     struct ctxkv__slots slots[MAX_LAYERS];
-    struct area k, v, gain, cos_sin, positions, slot_areas[MAX_LAYERS];
-    int64_t rows;
+    struct ctxkv__table tables[MAX_LAYERS];
+    struct ctxkv__scales scales[MAX_LAYERS];
+    struct area k, v, gain, positions, scale, slot_areas[MAX_LAYERS], table_areas[MAX_LAYERS];
+    int64_t rows, positions_below;
 };
+
+static int64_t item_size(const struct made *m) {
+    return m->args.cache_kind == CTXKV__CACHE_BF16 || m->args.cache_kind == CTXKV__CACHE_FP16 ? 2
+                                                                                              : 1;
+}
 
 static void random_shape(struct check *c, struct made *m) {
     struct ctxkv__store_args *a = &m->args;
@@ -28,9 +35,63 @@ static void random_shape(struct check *c, struct made *m) {
     a->k_eps = check_chance(c, 40) ? 0.0f : 1e-5f;
     a->rope = (enum ctxkv__rope_kind)check_below(c, 3);
     if (a->head_dim == 64 && check_chance(c, 50)) a->rope = CTXKV__ROPE_GPTJ;
-    a->rotary_dim = check_chance(c, 75) ? a->head_dim : 2 + 2 * check_below(c, a->head_dim / 2);
-    a->max_position = 1 + check_below(c, 40);
+    a->table_type = (enum ctxkv__float_type)(check_chance(c, 60) ? 0 : check_below(c, 3));
+    a->cache_kind = (enum ctxkv__cache_kind)(check_chance(c, 50) ? 0 : check_below(c, 4));
+    a->v_norm = check_chance(c, 25);
+    a->v_eps = check_chance(c, 30) ? 0.0f : 1e-6f;
+    a->v_from_k = check_chance(c, 20);
+    a->v_scale = check_chance(c, 70)   ? 0.0f
+                 : check_chance(c, 80) ? 0.612f
+                                       : ctxkv__float((uint32_t)check_random(c) & 0xFF7FFFFFu);
     m->rows = 1 + check_below(c, MAX_ROWS);
+}
+
+// One table for all layers or one for each, all of one type.
+static void make_tables(struct check *c, struct made *m) {
+    struct ctxkv__store_args *a = &m->args;
+    int64_t n = a->head_dim, size = a->table_type == CTXKV__TABLE_FP32 ? 4 : 2;
+    bool shared = check_chance(c, 60);
+    a->tables = m->tables;
+    m->positions_below = 1 + check_below(c, 40);
+    for (int64_t l = 0; a->rope != CTXKV__ROPE_NONE && l < a->num_layers; l++) {
+        struct ctxkv__table *table = &m->tables[l];
+        if (shared && l > 0) {
+            *table = m->tables[0];
+            continue;
+        }
+        table->rotary_dim = check_chance(c, 75) ? n : 2 + 2 * check_below(c, n / 2);
+        table->max_position = shared || check_chance(c, 50)
+                                  ? m->positions_below
+                                  : 1 + check_below(c, m->positions_below);
+        int64_t count = table->max_position * table->rotary_dim;
+        m->table_areas[l] =
+            area_new(c, (size_t)(count * size), a->table_type == CTXKV__TABLE_FP32 ? 4 : 1);
+        for (int64_t p = 0; p < table->max_position; p++) {
+            uint8_t *row = m->table_areas[l].data + size * p * table->rotary_dim;
+            if (size == 4)
+                hostile_f32(c, (float *)(void *)row, table->rotary_dim);
+            else if (a->table_type == CTXKV__TABLE_BF16)
+                hostile_bf16(c, row, table->rotary_dim);
+            else
+                for (int64_t i = 0; i < table->rotary_dim; i++)
+                    ctxkv__store16(row, i, (uint16_t)check_random(c));
+        }
+        table->data = m->table_areas[l].data;
+    }
+}
+
+static void make_scales(struct check *c, struct made *m) {
+    m->scale = area_new(c, (size_t)(2 * m->args.num_layers) * 4, 1);
+    for (int64_t i = 0; i < 2 * m->args.num_layers; i++) {
+        float usual = (float)(1 + check_below(c, 4000)) / 1024.0f, odd;
+        hostile_f32(c, &odd, 1);
+        memcpy(m->scale.data + 4 * i, check_chance(c, 80) ? &usual : &odd, 4);
+    }
+    for (int64_t l = 0; l < m->args.num_layers; l++) {
+        m->scales[l].k = check_chance(c, 80) ? m->scale.data + 8 * l : 0;
+        m->scales[l].v = check_chance(c, 80) ? m->scale.data + 8 * l + 4 : 0;
+    }
+    m->args.scales = m->scales;
 }
 
 // K and V in one tensor as the projection leaves them, or each in its own.
@@ -58,17 +119,15 @@ static void make_inputs(struct check *c, struct made *m) {
     a->v = m->v.data;
     m->gain = area_new(c, (size_t)(L * n) * 4, 4);
     for (int64_t l = 0; l < L; l++) hostile_f32(c, (float *)(void *)m->gain.data + l * n, n);
-    a->k_gain = (const float *)(const void *)m->gain.data;
-    m->cos_sin = area_new(c, (size_t)(a->max_position * a->rotary_dim) * 2, 1);
-    for (int64_t p = 0; p < a->max_position; p++)
-        hostile_bf16(c, m->cos_sin.data + 2 * p * a->rotary_dim, a->rotary_dim);
-    a->cos_sin = a->rope == CTXKV__ROPE_NONE ? 0 : m->cos_sin.data;
+    a->k_gain = check_chance(c, 85) ? (const float *)(const void *)m->gain.data : 0;
+    make_tables(c, m);
+    make_scales(c, m);
     m->positions = area_new(c, (size_t)T * 8, 8);
     int64_t *positions = (int64_t *)(void *)m->positions.data;
     for (int64_t t = 0; t < T; t++)
-        positions[t] = check_chance(c, 92) ? check_below(c, a->max_position)
+        positions[t] = check_chance(c, 92) ? check_below(c, m->positions_below)
                                            : PICK(
-                                                 c, -1, a->max_position, INT64_MAX, INT64_MIN,
+                                                 c, -1, m->positions_below, INT64_MAX, INT64_MIN,
                                                  INT64_C(1) << 32, (INT64_C(1) << 32) + 1);
     a->positions = a->rope == CTXKV__ROPE_NONE ? 0 : positions;
 }
@@ -99,6 +158,7 @@ static void make_slots(struct check *c, struct made *m, int64_t l, int64_t total
 static void make_cache(struct check *c, struct made *m, int64_t l) {
     int64_t n = m->args.head_dim, H = m->args.num_heads, page = PICK(c, 1, 3, 4, 16);
     int64_t blocks = 1 + check_below(c, MAX_SLOTS / page), gap = check_below(c, 30);
+    int64_t item = item_size(m);
     struct ctxkv__cache cache = {.num_blocks = blocks, .block_size = page};
     int64_t v_first;
     if (check_chance(c, 60)) {
@@ -115,14 +175,14 @@ static void make_cache(struct check *c, struct made *m, int64_t l) {
     cache.v_page_stride = cache.k_page_stride;
     cache.v_head_stride = cache.k_head_stride;
     cache.v_block_stride = cache.k_block_stride;
-    m->truth_areas[l] =
-        area_new(c, (size_t)(2 * blocks * (n * H * page + gap)) * 2, check_chance(c, 50) ? 1 : 64);
+    m->truth_areas[l] = area_new(
+        c, (size_t)(2 * blocks * (n * H * page + gap) * item), check_chance(c, 50) ? 1 : 64);
     m->got_areas[l] = area_copy(&m->truth_areas[l]);
     m->truth[l] = m->got[l] = cache;
     m->truth[l].k = m->truth_areas[l].data;
-    m->truth[l].v = m->truth_areas[l].data + 2 * v_first;
+    m->truth[l].v = m->truth_areas[l].data + item * v_first;
     m->got[l].k = m->got_areas[l].data;
-    m->got[l].v = m->got_areas[l].data + 2 * v_first;
+    m->got[l].v = m->got_areas[l].data + item * v_first;
     make_slots(c, m, l, blocks * page);
 }
 
@@ -153,6 +213,8 @@ static void same_faults(
 static void one_case(struct check *c) {
     static const char *const norms[] = {"plain", "rms", "absent"};
     static const char *const ropes[] = {"none", "gptj", "neox"};
+    static const char *const tables[] = {"bf16", "fp16", "fp32"};
+    static const char *const caches[] = {"bf16", "fp16", "e4m3", "e5m2"};
     struct made m = {0};
     struct ctxkv__store_args *a = &m.args;
     struct ctxkv__fault_record truth = {0}, got = {0};
@@ -163,11 +225,13 @@ static void one_case(struct check *c) {
     a->stream = check_chance(c, 50);
     check_tell(
         c,
-        "head_dim=%lld H=%lld L=%lld T=%lld norm=%s rope=%s rotary=%lld eps=%g k+%lld v+%lld "
-        "cache+%lld",
+        "head_dim=%lld H=%lld L=%lld T=%lld norm=%s%s rope=%s %s rotary=%lld eps=%g v=%s%s*%g "
+        "cache=%s k+%lld v+%lld cache+%lld",
         (long long)a->head_dim, (long long)a->num_heads, (long long)a->num_layers,
-        (long long)m.rows, norms[a->k_norm], ropes[a->rope], (long long)a->rotary_dim,
-        (double)a->k_eps, (long long)((uintptr_t)a->k % 64), (long long)((uintptr_t)a->v % 64),
+        (long long)m.rows, norms[a->k_norm], a->k_gain ? "" : " weightless", ropes[a->rope],
+        tables[a->table_type], (long long)m.tables[0].rotary_dim, (double)a->k_eps,
+        a->v_from_k ? "k" : "v", a->v_norm ? " normed" : "", (double)a->v_scale,
+        caches[a->cache_kind], (long long)((uintptr_t)a->k % 64), (long long)((uintptr_t)a->v % 64),
         (long long)((uintptr_t)m.got[0].k % 64));
     struct area k_before = area_copy(&m.k), v_before = area_copy(&m.v);
     a->caches = m.truth;
@@ -181,11 +245,12 @@ static void one_case(struct check *c) {
         area_free(&m.truth_areas[l]);
         area_free(&m.got_areas[l]);
         area_free(&m.slot_areas[l]);
+        if (m.table_areas[l].map) area_free(&m.table_areas[l]);
     }
     same_faults(c, &truth, &got);
     area_same(c, &k_before, &m.k, "k");
     area_same(c, &v_before, &m.v, "v");
-    struct area *rest[] = {&m.k, &m.v, &k_before, &v_before, &m.gain, &m.cos_sin, &m.positions};
+    struct area *rest[] = {&m.k, &m.v, &k_before, &v_before, &m.gain, &m.scale, &m.positions};
     for (size_t i = 0; i < sizeof rest / sizeof *rest; i++) area_free(rest[i]);
 }
 
@@ -198,6 +263,8 @@ struct operands {
     struct ctxkv__store_args args;
     struct ctxkv__cache caches[BENCH_L];
     struct ctxkv__slots slots[BENCH_L];
+    struct ctxkv__table tables[BENCH_L];
+    struct ctxkv__scales scales[BENCH_L];
     int64_t rows;
 };
 
@@ -229,9 +296,8 @@ static void make_operands(struct operands *o, int64_t rows) {
         .k_norm = CTXKV__K_PLAIN,
         .k_eps = 1e-5f,
         .rope = CTXKV__ROPE_GPTJ,
-        .rotary_dim = 64,
-        .cos_sin = table,
-        .max_position = BENCH_POSITIONS,
+        .tables = o->tables,
+        .scales = o->scales,
         .positions = positions,
         .k = kv,
         .v = kv + BENCH_H * 64,
@@ -250,6 +316,7 @@ static void make_operands(struct operands *o, int64_t rows) {
         o->caches[l] = (struct ctxkv__cache){storage, storage + 64, block,      128,    128 * page,
                                              block,   128,          128 * page, blocks, page};
         o->slots[l] = (struct ctxkv__slots){slots, rows};
+        o->tables[l] = (struct ctxkv__table){table, BENCH_POSITIONS, 64};
     }
 }
 
