@@ -1,6 +1,7 @@
 #!/bin/sh
 # The header's plain comments as documentation comments. In Markdown, links as the site has them: all
 # pictures beside the pages, the header's page, and of other sources the name alone.
+# shellcheck disable=SC2016  # backticks are Markdown here
 case "$1" in
 *.h) sed -e 's#^\(\s*\)// SPDX.*##' -e 's#\([;,{]\)\s*// #\1 ///< #' -e 's#^\(\s*\)// #\1/// #' -e 's#^\(\s*\)//$#\1///#' "$1" ;;
 *)
