@@ -6,20 +6,18 @@
 
 #include "desc.h"
 
-static ctxkv_status check_count(const char *name, int64_t count, int64_t layers, const void *list) {
-    if (count == 0) return CTXKV_OK;
-    if (count != layers)
-        return ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT,
-            "%s_count is %" PRId64 ", must be 0 or num_layers (%" PRId64 ")", name, count, layers);
-    return ctxkv__not_null(list, name);
+static ctxkv_status check_count(const char *name, int64_t count, int64_t layers) {
+    if (count == 0 || count == layers) return CTXKV_OK;
+    return ctxkv__fail(
+        CTXKV_INVALID_ARGUMENT, "%s is %" PRId64 ", must be 0 or num_layers (%" PRId64 ")", name,
+        count, layers);
 }
 
 static ctxkv_status check_rope(const ctxkv_store_desc *d) {
     ctxkv_status status = ctxkv__range("rope", (int64_t)d->rope, CTXKV_ROPE_NONE, CTXKV_ROPE_NEOX);
-    if (!status)
-        status =
-            check_count("layer_cos_sin", d->layer_cos_sin_count, d->num_layers, d->layer_cos_sin);
+    if (!status) status = check_count("layer_cos_sin_count", d->layer_cos_sin_count, d->num_layers);
+    if (!status && d->layer_cos_sin_count)
+        status = ctxkv__not_null(d->layer_cos_sin, "layer_cos_sin");
     if (status) return status;
     if (d->rope == CTXKV_ROPE_NONE) {
         if (!d->cos_sin && !d->layer_cos_sin_count) return CTXKV_OK;
@@ -52,7 +50,8 @@ static bool fp8(ctxkv_cache_type type) {
 static ctxkv_status check_cache(const ctxkv_store_desc *d) {
     ctxkv_status status =
         ctxkv__range("cache_type", (int64_t)d->cache_type, CTXKV_CACHE_BF16, CTXKV_CACHE_FP8_E5M2);
-    if (!status) status = check_count("scale", d->scale_count, d->num_layers, d->k_scales);
+    if (!status) status = check_count("scale_count", d->scale_count, d->num_layers);
+    if (!status && d->scale_count) status = ctxkv__not_null(d->k_scales, "k_scales");
     if (!status && d->scale_count) status = ctxkv__not_null(d->v_scales, "v_scales");
     if (!status && d->scale_count && !fp8(d->cache_type))
         status = ctxkv__fail(

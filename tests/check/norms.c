@@ -64,8 +64,8 @@ static void one_case(struct check *c) {
     int64_t rows = 1 + check_below(c, 5);
     a.hidden_size = row_order ? 8192
                               : PICK(
-                                    c, 8, 16, 24, 64, 128, 136, 264, 1000, 1024, 2048, 2056, 2560,
-                                    4096, 5120, 7168, 8192, 12288);
+                                    c, 8, 16, 24, 64, 128, 136, 192, 264, 1000, 1024, 2048, 2056,
+                                    2560, 2880, 4096, 5120, 7168, 8192, 12288);
     a.num_layers = 1 + check_below(c, MAX_LAYERS);
     a.x_row_stride = a.hidden_size + (check_chance(c, 50) ? 0 : check_below(c, 40));
     a.out_row_stride = a.hidden_size + (check_chance(c, 50) ? 0 : check_below(c, 40));

@@ -256,8 +256,21 @@ static void one_case(struct check *c) {
 
 // ---- timings ---------------------------------------------------------------------------------
 #define BENCH_L 5
-#define BENCH_H 16
 #define BENCH_POSITIONS 32768
+
+static const struct kind {
+    const char *name;
+    int64_t heads, head_dim;
+    enum ctxkv__k_norm_kind norm;
+    enum ctxkv__rope_kind rope;
+    enum ctxkv__cache_kind cache;
+} kinds[] = {
+    {"muse", 16, 64, CTXKV__K_PLAIN, CTXKV__ROPE_GPTJ, CTXKV__CACHE_BF16},
+    {"qwen3", 8, 128, CTXKV__K_RMS, CTXKV__ROPE_NEOX, CTXKV__CACHE_BF16},
+    {"qwen3 fp8", 8, 128, CTXKV__K_RMS, CTXKV__ROPE_NEOX, CTXKV__CACHE_E4M3},
+    {"gemma", 8, 256, CTXKV__K_RMS, CTXKV__ROPE_NEOX, CTXKV__CACHE_BF16},
+};
+#define KINDS (sizeof kinds / sizeof *kinds)
 
 struct operands {
     struct ctxkv__store_args args;
@@ -265,6 +278,7 @@ struct operands {
     struct ctxkv__slots slots[BENCH_L];
     struct ctxkv__table tables[BENCH_L];
     struct ctxkv__scales scales[BENCH_L];
+    float gain[BENCH_L * CTXKV__MAX_HEAD_DIM];
     int64_t rows;
 };
 
@@ -274,64 +288,75 @@ static void run(void *p, const struct ctxkv__kernels *kernels) {
     for (int64_t l = 0; l < BENCH_L; l++) kernels->store(&o->args, l, 0, o->rows, &faults);
 }
 
-// As the chain calls it: kv [L, T, 2, H, 64], stock storage of pages of 16, scattered blocks.
-static void make_operands(struct operands *o, int64_t rows) {
-    int64_t row = 2 * BENCH_H * 64, page = 16, blocks = rows / page + 4;
-    uint16_t *kv = bench_memory((size_t)(BENCH_L * rows * row) * 2);
-    uint16_t *table = bench_memory((size_t)BENCH_POSITIONS * 64 * 2);
+static uint16_t *noise(size_t count, uint16_t from, uint16_t below, uint64_t seed) {
+    uint16_t *to = bench_memory(count * 2);
+    for (size_t i = 0; i < count; i++) to[i] = (uint16_t)(from + check_mix(seed, i) % below);
+    return to;
+}
+
+// As the chain calls it: kv [L, T, 2, H, head_dim], stock storage of pages of 16, scattered blocks.
+static void make_operands(struct operands *o, const struct kind *kind, int64_t rows) {
+    int64_t n = kind->head_dim, half = kind->heads * n, page = 16, blocks = rows / page + 4;
+    uint16_t *kv = noise((size_t)(BENCH_L * rows * 2 * half), 0x3F00, 0xFF, 4);
+    uint16_t *table = noise((size_t)(BENCH_POSITIONS * n), 0x3E80, 0x80, 5);
     int64_t *slots = bench_memory((size_t)rows * 8), *positions = bench_memory((size_t)rows * 8);
-    for (int64_t i = 0; i < BENCH_L * rows * row; i++)
-        kv[i] = (uint16_t)(0x3F00 + check_mix(4, (uint64_t)i) % 0xFF);
-    for (int64_t i = 0; i < BENCH_POSITIONS * 64; i++)
-        table[i] = (uint16_t)(0x3E80 + check_mix(5, (uint64_t)i) % 0x80);
     for (int64_t t = 0; t < rows; t++) {
         slots[t] = (t / page * 7 % blocks) * page + t % page;
         positions[t] = 100 + t;
     }
+    for (int64_t i = 0; i < BENCH_L * n; i++) o->gain[i] = 1.0f + (float)(i % 7) / 8;
     o->rows = rows;
     o->args = (struct ctxkv__store_args){
         .num_layers = BENCH_L,
-        .num_heads = BENCH_H,
-        .head_dim = 64,
-        .k_norm = CTXKV__K_PLAIN,
+        .num_heads = kind->heads,
+        .head_dim = n,
+        .k_norm = kind->norm,
         .k_eps = 1e-5f,
-        .rope = CTXKV__ROPE_GPTJ,
+        .k_gain = o->gain,
+        .rope = kind->rope,
         .tables = o->tables,
         .scales = o->scales,
         .positions = positions,
         .k = kv,
-        .v = kv + BENCH_H * 64,
-        .k_layer_stride = rows * row,
-        .k_row_stride = row,
-        .k_head_stride = 64,
-        .v_layer_stride = rows * row,
-        .v_row_stride = row,
-        .v_head_stride = 64,
+        .v = kv + half,
+        .k_layer_stride = rows * 2 * half,
+        .k_row_stride = 2 * half,
+        .k_head_stride = n,
+        .v_layer_stride = rows * 2 * half,
+        .v_row_stride = 2 * half,
+        .v_head_stride = n,
+        .cache_kind = kind->cache,
         .caches = o->caches,
         .slots = o->slots,
         .stream = rows >= 64};
+    int64_t item = kind->cache == CTXKV__CACHE_BF16 ? 2 : 1, block = 2 * half * page;
     for (int l = 0; l < BENCH_L; l++) {
-        int64_t block = 2 * 64 * page * BENCH_H;
-        uint16_t *storage = bench_memory((size_t)(blocks * block) * 2);
-        o->caches[l] = (struct ctxkv__cache){storage, storage + 64, block,      128,    128 * page,
-                                             block,   128,          128 * page, blocks, page};
+        char *storage = bench_memory((size_t)(blocks * block * item));
+        o->caches[l] =
+            (struct ctxkv__cache){storage, storage + item * n, block,  2 * n, 2 * n * page, block,
+                                  2 * n,   2 * n * page,       blocks, page};
         o->slots[l] = (struct ctxkv__slots){slots, rows};
-        o->tables[l] = (struct ctxkv__table){table, BENCH_POSITIONS, 64};
+        o->tables[l] = (struct ctxkv__table){table, BENCH_POSITIONS, n};
     }
 }
 
 static size_t timings(struct timing *list, size_t max) {
-    static struct operands all[2];
+    static struct operands all[2 * KINDS];
     static const int64_t rows[2] = {8, 1024};
-    for (size_t i = 0; i < 2 && i < max; i++) {
-        if (!all[i].rows) make_operands(&all[i], rows[i]);
-        list[i].bytes = (double)(BENCH_L * rows[i] * 2 * BENCH_H * 64) * 2 * 2;
+    size_t count = max < 2 * KINDS ? max : 2 * KINDS;
+    for (size_t i = 0; i < count; i++) {
+        const struct kind *kind = &kinds[i / 2];
+        int64_t values = BENCH_L * rows[i % 2] * 2 * kind->heads * kind->head_dim;
+        if (!all[i].rows) make_operands(&all[i], kind, rows[i % 2]);
+        list[i].bytes = (double)(values * (kind->cache == CTXKV__CACHE_BF16 ? 4 : 3));
         list[i].macs = 0;
         list[i].run = run;
         list[i].operands = &all[i];
-        snprintf(list[i].name, sizeof list[i].name, "store L=5 H=16 T=%lld", (long long)rows[i]);
+        snprintf(
+            list[i].name, sizeof list[i].name, "store %s L=5 H=%lld hd=%lld T=%lld", kind->name,
+            (long long)kind->heads, (long long)kind->head_dim, (long long)rows[i % 2]);
     }
-    return max < 2 ? max : 2;
+    return count;
 }
 
 const struct op check_store = {"store", one_case, timings};
