@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Harness of the store: K norms, RoPE kinds, scattered slots, faults; timings of 16 heads of 64.
-#include "check.h"
+#include "plans.h"
 
 #include <stdio.h>
 #include <string.h>
+
+#include "../../src/ops/numerics.h"
 
 #define MAX_LAYERS 3
 #define MAX_ROWS 24
@@ -15,8 +17,16 @@ struct made {
     struct area truth_areas[MAX_LAYERS], got_areas[MAX_LAYERS];
     struct ctxkv__slots slots[MAX_LAYERS];
     struct area k, v, gain, cos_sin, positions, slot_areas[MAX_LAYERS];
+    struct area weight; // a plan's, from which gain is
+    bool fp32_weight;
     int64_t rows;
+    bool aligned; // every operand on 16 bytes in every row
 };
+
+// An element count a stride or a place has, or the next that is aligned.
+static int64_t fit(const struct made *m, int64_t elements) {
+    return m->aligned ? (elements + 7) / 8 * 8 : elements;
+}
 
 static void random_shape(struct check *c, struct made *m) {
     struct ctxkv__store_args *a = &m->args;
@@ -31,20 +41,42 @@ static void random_shape(struct check *c, struct made *m) {
     a->rotary_dim = check_chance(c, 75) ? a->head_dim : 2 + 2 * check_below(c, a->head_dim / 2);
     a->max_position = 1 + check_below(c, 40);
     m->rows = 1 + check_below(c, MAX_ROWS);
+    if (!c->device) return;
+    // A GPU's plan: heads of these sizes, rotated whole; fast kernels where everything is aligned.
+    if (a->head_dim == 32 || a->head_dim == 96) a->head_dim = 64;
+    if (c->on_gpu) a->rotary_dim = a->head_dim;
+    if (a->rotary_dim > a->head_dim) a->rotary_dim = a->head_dim;
+    m->aligned = check_chance(c, 60);
+}
+
+// A plan makes its gain from a weight: the truth gets that gain.
+static void as_weight(struct check *c, struct made *m, int64_t n) {
+    float *gain = (float *)(void *)m->gain.data;
+    m->fp32_weight = check_chance(c, 50);
+    m->weight = area_new(c, (size_t)n * (m->fp32_weight ? 4 : 2), 4);
+    for (int64_t i = 0; i < n; i++) {
+        if (m->fp32_weight)
+            memcpy(m->weight.data + 4 * i, gain + i, 4);
+        else
+            ctxkv__store16(m->weight.data, i, ctxkv__to_bf16(gain[i]));
+    }
+    ctxkv__gains(m->weight.data, m->fp32_weight, n, 0.0f, gain);
 }
 
 // K and V in one tensor as the projection leaves them, or each in its own.
 static void make_inputs(struct check *c, struct made *m) {
     struct ctxkv__store_args *a = &m->args;
     int64_t n = a->head_dim, L = a->num_layers, H = a->num_heads, T = m->rows;
-    a->k_head_stride = n + (check_chance(c, 70) ? 0 : check_below(c, 20));
-    a->k_row_stride = H * a->k_head_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    a->k_layer_stride = T * a->k_row_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    a->v_head_stride = n + (check_chance(c, 70) ? 0 : check_below(c, 20));
-    a->v_row_stride = H * a->v_head_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    a->v_layer_stride = T * a->v_row_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    m->k = area_new(c, (size_t)(L * a->k_layer_stride) * 2, 1);
-    m->v = area_new(c, (size_t)(L * a->v_layer_stride) * 2, 1);
+    a->k_head_stride = fit(m, n + (check_chance(c, 70) ? 0 : check_below(c, 20)));
+    a->k_row_stride = fit(m, H * a->k_head_stride + (check_chance(c, 60) ? 0 : check_below(c, 90)));
+    a->k_layer_stride =
+        fit(m, T * a->k_row_stride + (check_chance(c, 60) ? 0 : check_below(c, 90)));
+    a->v_head_stride = fit(m, n + (check_chance(c, 70) ? 0 : check_below(c, 20)));
+    a->v_row_stride = fit(m, H * a->v_head_stride + (check_chance(c, 60) ? 0 : check_below(c, 90)));
+    a->v_layer_stride =
+        fit(m, T * a->v_row_stride + (check_chance(c, 60) ? 0 : check_below(c, 90)));
+    m->k = area_new(c, (size_t)(L * a->k_layer_stride) * 2, m->aligned ? 16 : 1);
+    m->v = area_new(c, (size_t)(L * a->v_layer_stride) * 2, m->aligned ? 16 : 1);
     for (int64_t i = 0; i < L * T * H; i++) {
         int64_t l = i / (T * H), t = i / H % T, h = i % H;
         hostile_bf16(
@@ -59,7 +91,8 @@ static void make_inputs(struct check *c, struct made *m) {
     m->gain = area_new(c, (size_t)(L * n) * 4, 4);
     for (int64_t l = 0; l < L; l++) hostile_f32(c, (float *)(void *)m->gain.data + l * n, n);
     a->k_gain = (const float *)(const void *)m->gain.data;
-    m->cos_sin = area_new(c, (size_t)(a->max_position * a->rotary_dim) * 2, 1);
+    if (c->device) as_weight(c, m, L * n);
+    m->cos_sin = area_new(c, (size_t)(a->max_position * a->rotary_dim) * 2, m->aligned ? 16 : 1);
     for (int64_t p = 0; p < a->max_position; p++)
         hostile_bf16(c, m->cos_sin.data + 2 * p * a->rotary_dim, a->rotary_dim);
     a->cos_sin = a->rope == CTXKV__ROPE_NONE ? 0 : m->cos_sin.data;
@@ -98,7 +131,7 @@ static void make_slots(struct check *c, struct made *m, int64_t l, int64_t total
 // Storage [blocks, heads, page, 2*head_dim] (stock), or K and V as [blocks, page, heads, head_dim].
 static void make_cache(struct check *c, struct made *m, int64_t l) {
     int64_t n = m->args.head_dim, H = m->args.num_heads, page = PICK(c, 1, 3, 4, 16);
-    int64_t blocks = 1 + check_below(c, MAX_SLOTS / page), gap = check_below(c, 30);
+    int64_t blocks = 1 + check_below(c, MAX_SLOTS / page), gap = fit(m, check_below(c, 30));
     struct ctxkv__cache cache = {.num_blocks = blocks, .block_size = page};
     int64_t v_first;
     if (check_chance(c, 60)) {
@@ -124,6 +157,84 @@ static void make_cache(struct check *c, struct made *m, int64_t l) {
     m->got[l].k = m->got_areas[l].data;
     m->got[l].v = m->got_areas[l].data + 2 * v_first;
     make_slots(c, m, l, blocks * page);
+}
+
+static const DLTensor *cache_view(
+    const struct mirrors *mirrors, const struct made *m, struct box *b, const uint8_t *data,
+    int64_t layer) {
+    const struct ctxkv__cache *cache = &m->got[layer];
+    return boxed(
+        mirrors, b, data, TYPE_BF16, 4,
+        (int64_t[]){cache->num_blocks, cache->block_size, m->args.num_heads, m->args.head_dim},
+        (int64_t[]){cache->k_block_stride, cache->k_page_stride, cache->k_head_stride, 1});
+}
+
+static void run_bound(
+    struct check *c, struct made *m, struct mirrors *mirrors, ctxkv_store *plan,
+    struct ctxkv__fault_record *faults) {
+    const struct ctxkv__store_args *a = &m->args;
+    struct box b[3 * MAX_LAYERS + 3];
+    const DLTensor *keys[MAX_LAYERS], *values[MAX_LAYERS], *slots[MAX_LAYERS] = {0};
+    int64_t L = a->num_layers;
+    for (int64_t l = 0; l < L; l++) {
+        const uint8_t *data = on_device(mirrors, &m->got_areas[l]);
+        int64_t v = (const uint8_t *)m->got[l].v - (const uint8_t *)m->got[l].k;
+        keys[l] = cache_view(mirrors, m, &b[3 * l], data, l);
+        values[l] = cache_view(mirrors, m, &b[3 * l + 1], data + v, l);
+        if (m->slots[l].slots)
+            slots[l] = boxed(
+                mirrors, &b[3 * l + 2], on_device(mirrors, &m->slot_areas[l]), TYPE_I64, 1,
+                (int64_t[]){m->slots[l].rows}, 0);
+    }
+    struct box *rest = b + 3 * MAX_LAYERS;
+    const int64_t shape[] = {L, m->rows, a->num_heads, a->head_dim};
+    const DLTensor *k = boxed(
+        mirrors, &rest[0], on_device(mirrors, &m->k), TYPE_BF16, 4, shape,
+        (int64_t[]){a->k_layer_stride, a->k_row_stride, a->k_head_stride, 1});
+    const DLTensor *v = boxed(
+        mirrors, &rest[1], on_device(mirrors, &m->v), TYPE_BF16, 4, shape,
+        (int64_t[]){a->v_layer_stride, a->v_row_stride, a->v_head_stride, 1});
+    const DLTensor *positions = 0;
+    if (a->rope != CTXKV__ROPE_NONE)
+        positions = boxed(
+            mirrors, &rest[2], on_device(mirrors, &m->positions), TYPE_I64, 1, (int64_t[]){m->rows},
+            0);
+    ctxkv_faults found = {0};
+    if (c->failed || !plan_ok(c, ctxkv_store_bind_caches(plan, keys, values, L), "bind_caches") ||
+        !plan_ok(c, ctxkv_store_run(plan, k, v, positions, slots, L, 0), "store_run") ||
+        !plan_ok(c, ctxkv_store_faults(plan, &found), "store_faults"))
+        return;
+    *faults = (struct ctxkv__fault_record){found.count, (enum ctxkv__fault)found.kind,
+                                           found.layer, found.row,
+                                           found.value, found.limit};
+}
+
+static void run_plan(struct check *c, struct made *m, struct ctxkv__fault_record *faults) {
+    const struct ctxkv__store_args *a = &m->args;
+    struct mirrors mirrors = {.check = c};
+    struct box b[2];
+    ctxkv_store_desc d;
+    ctxkv_store_desc_init(&d);
+    d.num_layers = a->num_layers;
+    d.num_kv_heads = a->num_heads;
+    d.head_dim = a->head_dim;
+    d.k_norm = (ctxkv_k_norm)a->k_norm;
+    d.k_eps = a->k_eps;
+    d.rope = (ctxkv_rope)a->rope;
+    d.rotary_dim = a->rotary_dim;
+    if (a->k_norm == CTXKV__K_RMS)
+        d.k_norm_weight = boxed(
+            &mirrors, &b[0], on_device(&mirrors, &m->weight),
+            m->fp32_weight ? TYPE_FP32 : TYPE_BF16, 2, (int64_t[]){a->num_layers, a->head_dim}, 0);
+    if (a->rope != CTXKV__ROPE_NONE)
+        d.cos_sin = boxed(
+            &mirrors, &b[1], on_device(&mirrors, &m->cos_sin), TYPE_BF16, 2,
+            (int64_t[]){a->max_position, a->rotary_dim}, 0);
+    ctxkv_store *plan = 0;
+    if (!c->failed && plan_ok(c, ctxkv_store_create(c->device, &d, &plan), "store_create"))
+        run_bound(c, m, &mirrors, plan, faults);
+    mirrors_return(&mirrors);
+    ctxkv_store_destroy(plan);
 }
 
 static void run_tier(
@@ -174,7 +285,8 @@ static void one_case(struct check *c) {
     for (int64_t l = 0; l < a->num_layers; l++) ctxkv__store_ref(a, l, 0, m.slots[l].rows, &truth);
     a->caches = m.got;
     unsigned mode = check_float_mode();
-    for (int64_t l = 0; l < a->num_layers; l++) run_tier(c, &m, l, &got);
+    if (c->device) run_plan(c, &m, &got);
+    for (int64_t l = 0; l < a->num_layers && !c->device; l++) run_tier(c, &m, l, &got);
     if (check_float_mode() != mode) check_fail(c, "the floating-point mode was not restored");
     for (int64_t l = 0; l < a->num_layers; l++) {
         area_same(c, &m.truth_areas[l], &m.got_areas[l], "cache");
@@ -185,7 +297,8 @@ static void one_case(struct check *c) {
     same_faults(c, &truth, &got);
     area_same(c, &k_before, &m.k, "k");
     area_same(c, &v_before, &m.v, "v");
-    struct area *rest[] = {&m.k, &m.v, &k_before, &v_before, &m.gain, &m.cos_sin, &m.positions};
+    struct area *rest[] = {&m.k,    &m.v,       &k_before,    &v_before,
+                           &m.gain, &m.cos_sin, &m.positions, &m.weight};
     for (size_t i = 0; i < sizeof rest / sizeof *rest; i++) area_free(rest[i]);
 }
 
@@ -267,4 +380,4 @@ static size_t timings(struct timing *list, size_t max) {
     return max < 2 ? max : 2;
 }
 
-const struct op check_store = {"store", one_case, timings};
+const struct op check_store = {"store", one_case, timings, 0};
