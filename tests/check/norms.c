@@ -83,17 +83,23 @@ static void as_weights(
 }
 
 // What a plan cannot be asked for: an order for each norm, a scaled input of rms_norm, any stride.
-static void as_a_plan(struct check *c, struct ctxkv__norms_args *a, int64_t rows) {
+static ctxkv_numerics as_a_plan(struct check *c, struct ctxkv__norms_args *a, int64_t rows) {
+    static const ctxkv_numerics numerics[] = {
+        CTXKV_NUMERICS_PAIR, CTXKV_NUMERICS_PACKED, CTXKV_NUMERICS_INVARIANT, CTXKV_NUMERICS_STOCK};
+    ctxkv_numerics chosen = numerics[a->hidden.order];
     a->layer.order = a->hidden.order;
-    if (a->hidden.order >= CTXKV__ORDER_RMS_1024) {
-        if (rows < 256) a->hidden.order = a->layer.order = CTXKV__ORDER_RMS_1024;
+    if (a->hidden.order >= CTXKV__ORDER_RMS_1024)
         a->hidden.input_scale = a->layer.input_scale = false;
+    if (chosen == CTXKV_NUMERICS_STOCK) {
+        if (rows < 256) a->hidden.order = CTXKV__ORDER_RMS_1024;
+        if (rows * a->num_layers < 256) a->layer.order = CTXKV__ORDER_RMS_1024;
     }
     if (check_chance(c, 60)) a->hidden.present = a->layer.present = true;
     if (c->on_gpu) {
         a->out_layer_stride = (a->out_layer_stride + 7) / 8 * 8;
         a->out_row_stride = (a->out_row_stride + 7) / 8 * 8;
     }
+    return chosen;
 }
 
 static ctxkv_norm norm_of(const struct ctxkv__norm *norm, float centre) {
@@ -108,10 +114,8 @@ static ctxkv_norm norm_of(const struct ctxkv__norm *norm, float centre) {
 }
 
 static void run_plan(
-    struct check *c, const struct ctxkv__norms_args *a, int64_t rows, struct weights w[2],
-    struct area *x, struct area *got) {
-    static const ctxkv_numerics numerics[] = {
-        CTXKV_NUMERICS_PAIR, CTXKV_NUMERICS_PACKED, CTXKV_NUMERICS_INVARIANT, CTXKV_NUMERICS_STOCK};
+    struct check *c, const struct ctxkv__norms_args *a, ctxkv_numerics numerics, int64_t rows,
+    struct weights w[2], struct area *x, struct area *got) {
     struct mirrors m = {.check = c};
     struct box b[4];
     int64_t D = a->hidden_size, L = a->num_layers;
@@ -121,7 +125,7 @@ static void run_plan(
     d.num_layers = L;
     d.hidden = norm_of(&a->hidden, w[0].centre);
     d.layer = norm_of(&a->layer, w[1].centre);
-    d.numerics = numerics[a->hidden.order];
+    d.numerics = numerics;
     if (a->hidden.present && a->hidden.gain)
         d.hidden_weight = boxed(
             &m, &b[0], on_device(&m, &w[0].area), w[0].fp32 ? TYPE_FP32 : TYPE_BF16, 1,
@@ -181,8 +185,8 @@ static void one_case(struct check *c) {
     bool row_order = check_chance(c, 55);
     a.hidden_size = row_order ? 8192
                               : PICK(
-                                    c, 8, 16, 24, 64, 128, 136, 264, 1000, 1024, 2048, 2056, 2560,
-                                    4096, 5120, 7168, 8192, 12288);
+                                    c, 8, 16, 24, 64, 128, 136, 192, 264, 1000, 1024, 2048, 2056,
+                                    2560, 2880, 4096, 5120, 7168, 8192, 12288);
     a.num_layers = 1 + check_below(c, MAX_LAYERS);
     int64_t rows = random_rows(c, a.hidden_size);
     random_strides(c, &a, rows);
@@ -194,7 +198,7 @@ static void one_case(struct check *c) {
         hostile_f32(c, (float *)(void *)layer_gain.data + l * a.hidden_size, a.hidden_size);
     random_norm(c, &a.hidden, (const float *)(const void *)hidden_gain.data, row_order);
     random_norm(c, &a.layer, (const float *)(const void *)layer_gain.data, row_order);
-    if (c->device) as_a_plan(c, &a, rows);
+    ctxkv_numerics numerics = c->device ? as_a_plan(c, &a, rows) : CTXKV_NUMERICS_STOCK;
 
     struct area x = area_new(
         c, (size_t)((rows - 1) * a.x_row_stride + a.hidden_size) * 2,
@@ -226,7 +230,7 @@ static void one_case(struct check *c) {
     ctxkv__norms_ref(&a, 0, rows);
     a.out = got.data;
     if (c->device)
-        run_plan(c, &a, rows, weights, &x, &got);
+        run_plan(c, &a, numerics, rows, weights, &x, &got);
     else
         run_kernels(c, &a, rows);
     area_same(c, &truth, &got, "out");

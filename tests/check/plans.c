@@ -42,7 +42,8 @@ void mirrors_return(struct mirrors *m) {
 const DLTensor *boxed(
     const struct mirrors *m, struct box *b, const void *data, int type, int ndim,
     const int64_t *shape, const int64_t *strides) {
-    static const DLDataType types[] = {{kDLBfloat, 16, 1}, {kDLFloat, 32, 1}, {kDLInt, 64, 1}};
+    static const DLDataType types[] = {
+        {kDLBfloat, 16, 1}, {kDLFloat, 32, 1}, {kDLInt, 64, 1}, {kDLFloat, 16, 1}, {kDLUInt, 8, 1}};
     const struct check *c = m->check;
     memcpy(b->shape, shape, (size_t)ndim * sizeof *shape);
     if (strides) memcpy(b->strides, strides, (size_t)ndim * sizeof *strides);

@@ -27,7 +27,7 @@ struct box {
     DLTensor t;
     int64_t shape[4], strides[4];
 };
-enum { TYPE_BF16, TYPE_FP32, TYPE_I64 };
+enum { TYPE_BF16, TYPE_FP32, TYPE_I64, TYPE_FP16, TYPE_U8 };
 // strides NULL: row-major.
 const DLTensor *boxed(
     const struct mirrors *m, struct box *b, const void *data, int type, int ndim,

@@ -24,6 +24,8 @@ struct made {
 static void plan_shape(struct check *c, struct made *m) {
     struct ctxkv__projection_args *a = &m->args;
     m->head_dim = PICK(c, 64, 64, 64, 128);
+    a->parts = c->on_gpu || check_chance(c, 75) ? 2 : 1;
+    a->round_first = !c->on_gpu && check_chance(c, 40);
     a->hidden_size = PICK(c, 16, 48, 64, 112, 128, 256, 512, 528, 784, 1040);
     a->num_layers = 1 + check_below(c, MAX_LAYERS);
     a->block_columns = m->head_dim * PICK(c, 1, 1, 2);
@@ -48,6 +50,8 @@ static void random_shape(struct check *c, struct made *m) {
     a->hidden_size = PICK(c, 16, 32, 48, 112, 128, 144, 240, 256, 272, 512, 528, 784, 1040);
     a->num_layers = 1 + check_below(c, MAX_LAYERS);
     a->block_columns = PICK(c, 1, 7, 15, 16, 17, 31, 32, 33, 64, 96, 100);
+    a->parts = check_chance(c, 75) ? 2 : 1;
+    a->round_first = check_chance(c, 40);
     a->rows = PICK(c, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13);
     if (check_chance(c, 3)) { // more rows than a tile's accumulators
         a->rows = 250 + check_below(c, 20);
@@ -68,7 +72,7 @@ static void mirror(uint8_t *row, int64_t n, uint16_t sign) {
 
 static void make_weights(struct check *c, struct made *m) {
     struct ctxkv__projection_args *a = &m->args;
-    for (int64_t b = 0; b < 2 * a->num_layers; b++) {
+    for (int64_t b = 0; b < a->parts * a->num_layers; b++) {
         int64_t stride = a->hidden_size + (check_chance(c, 60) ? 0 : check_below(c, 50));
         size_t values = (size_t)((a->block_columns - 1) * stride + a->hidden_size);
         bool aligned = c->device && check_chance(c, 80);
@@ -82,7 +86,7 @@ static void make_weights(struct check *c, struct made *m) {
         m->blocks[b] = (struct ctxkv__weight_block){m->weights[b].data, stride};
     }
     a->blocks = m->blocks;
-    size_t biases = (size_t)(2 * a->block_columns * a->num_layers);
+    size_t biases = (size_t)(a->parts * a->block_columns * a->num_layers);
     m->bias = area_new(c, biases * 4, 4);
     hostile_f32(c, (float *)(void *)m->bias.data, (int64_t)biases);
     a->bias = check_chance(c, c->device ? 20 : 40) ? (const float *)(const void *)m->bias.data : 0;
@@ -115,7 +119,7 @@ static void make_x(struct check *c, struct made *m) {
 }
 
 static struct area make_out(struct check *c, struct ctxkv__projection_args *a) {
-    int64_t columns = 2 * a->block_columns;
+    int64_t columns = a->parts * a->block_columns;
     a->kv_row_stride = columns + (check_chance(c, 50) ? 0 : check_below(c, 40));
     a->kv_layer_stride = a->rows * a->kv_row_stride + (check_chance(c, 50) ? 0 : check_below(c, 9));
     if (check_chance(c, 25)) {
@@ -146,19 +150,21 @@ static void run_plan(struct check *c, struct made *m, struct area *got) {
     struct mirrors mirrors = {.check = c};
     struct box b[2 * MAX_LAYERS + 3];
     const DLTensor *weights[2 * MAX_LAYERS];
-    int64_t D = a->hidden_size, L = a->num_layers, N = 2 * a->block_columns, T = a->rows;
+    int64_t D = a->hidden_size, L = a->num_layers, N = a->parts * a->block_columns, T = a->rows;
     ctxkv_projection_desc d;
     ctxkv_projection_desc_init(&d);
     d.hidden_size = D;
     d.num_layers = L;
     d.head_dim = m->head_dim;
     d.num_kv_heads = a->block_columns / m->head_dim;
-    for (int64_t i = 0; i < 2 * L; i++)
+    for (int64_t i = 0; i < a->parts * L; i++)
         weights[i] = boxed(
             &mirrors, &b[i], on_device(&mirrors, &m->weights[i]), TYPE_BF16, 2,
             (int64_t[]){a->block_columns, D}, (int64_t[]){m->blocks[i].row_stride, 1});
     d.weights = weights;
-    d.weight_count = 2 * L;
+    d.weight_count = a->parts * L;
+    d.k_only = a->parts == 1;
+    d.bias_add = a->round_first ? CTXKV_BIAS_AFTER : CTXKV_BIAS_FUSED;
     struct box *rest = b + 2 * MAX_LAYERS;
     if (a->bias)
         d.bias = boxed(
@@ -191,12 +197,15 @@ static void one_case(struct check *c) {
     struct area truth = make_out(c, a);
     struct area got = area_copy(&truth), x_before = area_copy(&m.x);
     check_tell(
-        c, "K=%lld L=%lld columns=%lld T=%lld%s%s x+%lld w+%lld kv+%lld", (long long)a->hidden_size,
-        (long long)a->num_layers, (long long)a->block_columns, (long long)a->rows,
-        a->bias ? " bias" : "", a->x_layer_stride ? "" : " shared x",
-        (long long)((uintptr_t)a->x % 64), (long long)((uintptr_t)m.weights[0].data % 64),
-        (long long)((uintptr_t)got.data % 64));
-    int64_t units = 2 * a->num_layers * ctxkv__projection_units_per_block(a);
+        c, "K=%lld L=%lld columns=%lld*%lld T=%lld%s%s x+%lld w+%lld kv+%lld",
+        (long long)a->hidden_size, (long long)a->num_layers, (long long)a->parts,
+        (long long)a->block_columns, (long long)a->rows,
+        !a->bias         ? ""
+        : a->round_first ? " bias after"
+                         : " bias",
+        a->x_layer_stride ? "" : " shared x", (long long)((uintptr_t)a->x % 64),
+        (long long)((uintptr_t)m.weights[0].data % 64), (long long)((uintptr_t)got.data % 64));
+    int64_t units = ctxkv__projection_units(a);
     a->kv = truth.data;
     ctxkv__projection_ref(a, 0, units, 0);
     a->kv = got.data;
@@ -206,7 +215,7 @@ static void one_case(struct check *c) {
         run_tier(c, a, units);
     area_same(c, &truth, &got, "kv");
     area_same(c, &x_before, &m.x, "x");
-    for (int64_t b = 0; b < 2 * a->num_layers; b++) area_free(&m.weights[b]);
+    for (int64_t b = 0; b < a->parts * a->num_layers; b++) area_free(&m.weights[b]);
     area_free(&m.bias);
     area_free(&m.bias_bf16);
     area_free(&m.x);
@@ -255,19 +264,18 @@ static size_t timings(struct timing *list, size_t max) {
                 x[k] = (uint16_t)(0x3E00 + (check_mix(3, (uint64_t)k) & 0x81FF));
             int64_t row = 2 * BENCH_COLUMNS;
             o->args = (struct ctxkv__projection_args){
-                BENCH_K,
-                BENCH_L,
-                BENCH_COLUMNS,
-                blocks,
-                0,
-                rows[i],
-                x,
-                0,
-                BENCH_K,
-                bench_memory((size_t)(rows[i] * row * BENCH_L) * 2),
-                rows[i] * row,
-                row};
-            o->units = 2 * BENCH_L * ctxkv__projection_units_per_block(&o->args);
+                .hidden_size = BENCH_K,
+                .num_layers = BENCH_L,
+                .parts = 2,
+                .block_columns = BENCH_COLUMNS,
+                .blocks = blocks,
+                .rows = rows[i],
+                .x = x,
+                .x_row_stride = BENCH_K,
+                .kv = bench_memory((size_t)(rows[i] * row * BENCH_L) * 2),
+                .kv_layer_stride = rows[i] * row,
+                .kv_row_stride = row};
+            o->units = ctxkv__projection_units(&o->args);
             o->share = shares[i];
         }
         double weights = (double)(o->share * CTXKV__UNIT_COLUMNS) * BENCH_K;
