@@ -120,6 +120,15 @@ def golden_part(folder, table, rows):
     return lines
 
 
+def test_selftest_uses_the_projection_asked_for(tmp_path):
+    golden_part(tmp_path, "chain.csv", 1)
+    run = ("selftest", "--device", "cpu", "--golden", tmp_path, "--projection")
+    assert ok(*run, "exact").splitlines()[-1] == ok(*run, "auto").splitlines()[-1]
+    # No CPU has cuBLAS: a command that took the option and did not use it would pass here.
+    text = ok(*run, "cublas", code=1)
+    assert "mode is CUBLAS on a CPU device" in text and " 0 failed" not in text.splitlines()[-1]
+
+
 def test_selftest_counts(tmp_path):
     golden_part(tmp_path, "norms.csv", 2)
     golden_part(tmp_path, "store.csv", 1)

@@ -70,6 +70,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &all->options;
+        state->child_inputs[1] = &all->options;
+        state->child_inputs[2] = &all->options;
         return 0;
     case KEY_HEADS:
         return cli_list("--heads", text, 1, 1024, all->heads, 16, &all->head_count);
@@ -127,7 +129,11 @@ static const struct argp_option options[] = {
     {"seconds", KEY_SECONDS, "S", 0, "Time of one measurement (default 0.3)", 1},
     {"no-check", KEY_UNCHECKED, NULL, 0, "Compare nothing first: times of unknown bits", 1},
     {0}};
-static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
+static const struct argp_child children[] = {
+    {&cli_device_argp, 0, NULL, 0},
+    {&cli_numerics_argp, 0, NULL, 0},
+    {&cli_projection_argp, 0, NULL, 0},
+    {NULL, 0, NULL, 0}};
 static const struct argp bench_argp = {
     .options = options,
     .parser = parse,
