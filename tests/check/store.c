@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Harness of the store: K norms, RoPE kinds, scattered slots, faults; timings of 16 heads of 64.
-#include "check.h"
+#include "store_case.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#define MAX_LAYERS 3
 #define MAX_ROWS 24
 #define MAX_SLOTS 96
 
-struct made {
-    struct ctxkv__store_args args;
-    struct ctxkv__cache truth[MAX_LAYERS], got[MAX_LAYERS];
-    struct area truth_areas[MAX_LAYERS], got_areas[MAX_LAYERS];
-    struct ctxkv__slots slots[MAX_LAYERS];
-    struct ctxkv__table tables[MAX_LAYERS];
-    struct ctxkv__scales scales[MAX_LAYERS];
-    struct area k, v, gain, positions, scale, slot_areas[MAX_LAYERS], table_areas[MAX_LAYERS];
-    int64_t rows, positions_below;
-};
+// An element count a stride has, or the next that keeps rows on 16 bytes.
+static int64_t fit(const struct made *m, int64_t elements) {
+    return m->aligned ? (elements + 15) / 16 * 16 : elements;
+}
 
 static int64_t item_size(const struct made *m) {
     return m->args.cache_kind == CTXKV__CACHE_BF16 || m->args.cache_kind == CTXKV__CACHE_FP16 ? 2
@@ -44,13 +37,15 @@ static void random_shape(struct check *c, struct made *m) {
                  : check_chance(c, 80) ? 0.612f
                                        : ctxkv__float((uint32_t)check_random(c) & 0xFF7FFFFFu);
     m->rows = 1 + check_below(c, MAX_ROWS);
+    m->shared_table = check_chance(c, 60);
+    if (c->device) store_as_a_plan(c, m);
 }
 
 // One table for all layers or one for each, all of one type.
 static void make_tables(struct check *c, struct made *m) {
     struct ctxkv__store_args *a = &m->args;
     int64_t n = a->head_dim, size = a->table_type == CTXKV__TABLE_FP32 ? 4 : 2;
-    bool shared = check_chance(c, 60);
+    bool shared = m->shared_table;
     a->tables = m->tables;
     m->positions_below = 1 + check_below(c, 40);
     for (int64_t l = 0; a->rope != CTXKV__ROPE_NONE && l < a->num_layers; l++) {
@@ -59,13 +54,16 @@ static void make_tables(struct check *c, struct made *m) {
             *table = m->tables[0];
             continue;
         }
-        table->rotary_dim = check_chance(c, 75) ? n : 2 + 2 * check_below(c, n / 2);
+        table->rotary_dim = check_chance(c, 75) || c->on_gpu ? n : 2 + 2 * check_below(c, n / 2);
         table->max_position = shared || check_chance(c, 50)
                                   ? m->positions_below
                                   : 1 + check_below(c, m->positions_below);
         int64_t count = table->max_position * table->rotary_dim;
-        m->table_areas[l] =
-            area_new(c, (size_t)(count * size), a->table_type == CTXKV__TABLE_FP32 ? 4 : 1);
+        m->table_areas[l] = area_new(
+            c, (size_t)(count * size),
+            m->aligned                           ? 16
+            : a->table_type == CTXKV__TABLE_FP32 ? 4
+                                                 : 1);
         for (int64_t p = 0; p < table->max_position; p++) {
             uint8_t *row = m->table_areas[l].data + size * p * table->rotary_dim;
             if (size == 4)
@@ -81,15 +79,16 @@ static void make_tables(struct check *c, struct made *m) {
 }
 
 static void make_scales(struct check *c, struct made *m) {
-    m->scale = area_new(c, (size_t)(2 * m->args.num_layers) * 4, 1);
+    m->scale = area_new(c, (size_t)(2 * m->args.num_layers) * 4, c->on_gpu ? 4 : 1);
     for (int64_t i = 0; i < 2 * m->args.num_layers; i++) {
         float usual = (float)(1 + check_below(c, 4000)) / 1024.0f, odd;
         hostile_f32(c, &odd, 1);
         memcpy(m->scale.data + 4 * i, check_chance(c, 80) ? &usual : &odd, 4);
     }
     for (int64_t l = 0; l < m->args.num_layers; l++) {
-        m->scales[l].k = check_chance(c, 80) ? m->scale.data + 8 * l : 0;
-        m->scales[l].v = check_chance(c, 80) ? m->scale.data + 8 * l + 4 : 0;
+        // A plan has all scales or none.
+        m->scales[l].k = c->device || check_chance(c, 80) ? m->scale.data + 8 * l : 0;
+        m->scales[l].v = c->device || check_chance(c, 80) ? m->scale.data + 8 * l + 4 : 0;
     }
     m->args.scales = m->scales;
 }
@@ -98,14 +97,14 @@ static void make_scales(struct check *c, struct made *m) {
 static void make_inputs(struct check *c, struct made *m) {
     struct ctxkv__store_args *a = &m->args;
     int64_t n = a->head_dim, L = a->num_layers, H = a->num_heads, T = m->rows;
-    a->k_head_stride = n + (check_chance(c, 70) ? 0 : check_below(c, 20));
-    a->k_row_stride = H * a->k_head_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    a->k_layer_stride = T * a->k_row_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    a->v_head_stride = n + (check_chance(c, 70) ? 0 : check_below(c, 20));
-    a->v_row_stride = H * a->v_head_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    a->v_layer_stride = T * a->v_row_stride + (check_chance(c, 60) ? 0 : check_below(c, 90));
-    m->k = area_new(c, (size_t)(L * a->k_layer_stride) * 2, 1);
-    m->v = area_new(c, (size_t)(L * a->v_layer_stride) * 2, 1);
+    a->k_head_stride = n + fit(m, check_chance(c, 70) ? 0 : check_below(c, 20));
+    a->k_row_stride = H * a->k_head_stride + fit(m, check_chance(c, 60) ? 0 : check_below(c, 90));
+    a->k_layer_stride = T * a->k_row_stride + fit(m, check_chance(c, 60) ? 0 : check_below(c, 90));
+    a->v_head_stride = n + fit(m, check_chance(c, 70) ? 0 : check_below(c, 20));
+    a->v_row_stride = H * a->v_head_stride + fit(m, check_chance(c, 60) ? 0 : check_below(c, 90));
+    a->v_layer_stride = T * a->v_row_stride + fit(m, check_chance(c, 60) ? 0 : check_below(c, 90));
+    m->k = area_new(c, (size_t)(L * a->k_layer_stride) * 2, m->aligned ? 16 : 1);
+    m->v = area_new(c, (size_t)(L * a->v_layer_stride) * 2, m->aligned ? 16 : 1);
     for (int64_t i = 0; i < L * T * H; i++) {
         int64_t l = i / (T * H), t = i / H % T, h = i % H;
         hostile_bf16(
@@ -120,6 +119,7 @@ static void make_inputs(struct check *c, struct made *m) {
     m->gain = area_new(c, (size_t)(L * n) * 4, 4);
     for (int64_t l = 0; l < L; l++) hostile_f32(c, (float *)(void *)m->gain.data + l * n, n);
     a->k_gain = check_chance(c, 85) ? (const float *)(const void *)m->gain.data : 0;
+    if (c->device) store_as_weight(c, m);
     make_tables(c, m);
     make_scales(c, m);
     m->positions = area_new(c, (size_t)T * 8, 8);
@@ -157,7 +157,7 @@ static void make_slots(struct check *c, struct made *m, int64_t l, int64_t total
 // Storage [blocks, heads, page, 2*head_dim] (stock), or K and V as [blocks, page, heads, head_dim].
 static void make_cache(struct check *c, struct made *m, int64_t l) {
     int64_t n = m->args.head_dim, H = m->args.num_heads, page = PICK(c, 1, 3, 4, 16);
-    int64_t blocks = 1 + check_below(c, MAX_SLOTS / page), gap = check_below(c, 30);
+    int64_t blocks = 1 + check_below(c, MAX_SLOTS / page), gap = fit(m, check_below(c, 30));
     int64_t item = item_size(m);
     struct ctxkv__cache cache = {.num_blocks = blocks, .block_size = page};
     int64_t v_first;
@@ -176,7 +176,8 @@ static void make_cache(struct check *c, struct made *m, int64_t l) {
     cache.v_head_stride = cache.k_head_stride;
     cache.v_block_stride = cache.k_block_stride;
     m->truth_areas[l] = area_new(
-        c, (size_t)(2 * blocks * (n * H * page + gap) * item), check_chance(c, 50) ? 1 : 64);
+        c, (size_t)(2 * blocks * (n * H * page + gap) * item),
+        m->aligned || check_chance(c, 50) ? 64 : 1);
     m->got_areas[l] = area_copy(&m->truth_areas[l]);
     m->truth[l] = m->got[l] = cache;
     m->truth[l].k = m->truth_areas[l].data;
@@ -238,7 +239,8 @@ static void one_case(struct check *c) {
     for (int64_t l = 0; l < a->num_layers; l++) ctxkv__store_ref(a, l, 0, m.slots[l].rows, &truth);
     a->caches = m.got;
     unsigned mode = check_float_mode();
-    for (int64_t l = 0; l < a->num_layers; l++) run_tier(c, &m, l, &got);
+    if (c->device) store_run_plan(c, &m, &got);
+    for (int64_t l = 0; l < a->num_layers && !c->device; l++) run_tier(c, &m, l, &got);
     if (check_float_mode() != mode) check_fail(c, "the floating-point mode was not restored");
     for (int64_t l = 0; l < a->num_layers; l++) {
         area_same(c, &m.truth_areas[l], &m.got_areas[l], "cache");
@@ -250,7 +252,8 @@ static void one_case(struct check *c) {
     same_faults(c, &truth, &got);
     area_same(c, &k_before, &m.k, "k");
     area_same(c, &v_before, &m.v, "v");
-    struct area *rest[] = {&m.k, &m.v, &k_before, &v_before, &m.gain, &m.scale, &m.positions};
+    struct area *rest[] = {&m.k,    &m.v,     &k_before,    &v_before,
+                           &m.gain, &m.scale, &m.positions, &m.weight};
     for (size_t i = 0; i < sizeof rest / sizeof *rest; i++) area_free(rest[i]);
 }
 
@@ -359,4 +362,4 @@ static size_t timings(struct timing *list, size_t max) {
     return count;
 }
 
-const struct op check_store = {"store", one_case, timings};
+const struct op check_store = {"store", one_case, timings, 0};

@@ -84,6 +84,9 @@ def test_every_function_of_the_header_has_a_prototype(root) -> None:
         ("PROJECTION", _abi.PROJECTION_MODES),
         ("K_NORM", _abi.K_NORMS),
         ("ROPE", _abi.ROPES),
+        ("V_NORM", _abi.V_NORMS),
+        ("BIAS", _abi.BIAS_ADDS),
+        ("CACHE", _abi.CACHE_TYPES),
         ("CPU", _abi.CPU_TIERS),
         ("FAULT", {name: value for value, name in _abi.FAULT_KINDS.items()}),
     ],
@@ -153,3 +156,21 @@ def test_public_names_all_resolve() -> None:
         assert getattr(ctxkv, name) is not None and name in dir(ctxkv)
     with pytest.raises(AttributeError, match="Nothing"):
         ctxkv.Nothing
+
+
+def test_plans_show_their_arguments() -> None:
+    import inspect
+
+    import ctxkv
+
+    for plan, some in (
+        (ctxkv.Norms, ["num_layers", "hidden_weight", "numerics"]),
+        (ctxkv.Projection, ["weights", "num_kv_heads", "max_rows"]),
+        (ctxkv.Store, ["k_norm", "cos_sin", "checked"]),
+    ):
+        shown = inspect.signature(plan).parameters
+        assert list(shown)[0] == "device" and set(some) <= set(shown)
+    with pytest.raises(TypeError, match="num_layer"):
+        ctxkv.Norms(ctxkv.device("cpu"), num_layer=1)
+    with ctxkv.Norms(device=ctxkv.device("cpu"), num_layers=1) as plan:
+        assert plan.handle
