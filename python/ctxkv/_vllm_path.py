@@ -17,6 +17,8 @@ from .vllm import enabled
 logger = logging.getLogger("vllm.ctxkv")
 
 _MAX_ROWS = 2048
+# Where vLLM's drafts keep the weights that a plan was made of.
+_WEIGHTS = ("_stacked_kv_weight", "_fused_kv_weight", "_kv_weights", "_fused_k_weight")
 _told: set[str] = set()
 
 
@@ -71,7 +73,7 @@ class ContextPath:
         if not ours:
             stock(states, positions, mapping)
         if taken is not None:
-            caches = [attn.kv_cache for attn in self.model._attn_layers]
+            caches = [attn.kv_cache for attn in getattr(self.model, "_attn_layers", ())]
             self.recorder.write(taken, caches, self._table(), "ctxkv" if ours else "stock")
 
     def _table(self) -> Optional[torch.Tensor]:
@@ -108,8 +110,7 @@ class ContextPath:
         self.refused = None if enabled() else "CTXKV_VLLM=0"
 
     def _weights(self) -> Any:
-        model = self.model
-        return getattr(model, "_stacked_kv_weight", None), getattr(model, "_fused_kv_weight", None)
+        return [getattr(self.model, name, None) for name in _WEIGHTS]
 
     def _prepare(self, rows: int) -> None:
         current = self._weights()
@@ -126,6 +127,9 @@ class ContextPath:
         except Stock as reason:
             self.refused = str(reason)
             raise
+        except (AttributeError, AssertionError, TypeError) as error:
+            self.refused = f"the draft is not as vLLM 0.33 makes it: {error}"
+            raise Stock(self.refused) from error
         most = _max_rows(described.arguments, rows)
         self.chain = ContextKV(described.weights, max_rows=most, **described.arguments)
         self.described, self.made_of, self.bound = described, self._weights(), ()
@@ -144,7 +148,8 @@ class ContextPath:
             return
         if capturing():
             raise Stock("the caches have moved, and a CUDA graph is being captured")
-        check_caches(caches, states, self.chain.num_kv_heads, self.chain.head_dim)
+        kind = self.described.arguments["cache_type"]
+        check_caches(caches, states, self.chain.num_kv_heads, self.chain.head_dim, kind)
         # vLLM owns the caches: held here, they would outlive its freeing of them.
         self.chain.bind(caches, keep=False)
         self.bound = now

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 from vllm.models.muse_spark.common.dspark import MuseSparkDSparkForCausalLM
 
@@ -52,3 +54,37 @@ class CtxkvQwen3DSpark(_ByCtxkv, Qwen3DSparkForCausalLM):
     """DSpark drafts of the Qwen3 kind."""
 
     _ctxkv_describe = staticmethod(families.qwen3)
+
+
+class CtxkvDFlash2Qwen3(_ByCtxkv, DFlash2Qwen3ForCausalLM):
+    """DFlash2 drafts of the Qwen3 kind: convolutions in the layers, DFlash's context chain."""
+
+    _ctxkv_describe = staticmethod(families.qwen3)
+
+
+# Made when asked for: their modules bring more of vLLM with them.
+_LATER = {
+    "CtxkvXPress": ("vllm.model_executor.models.qwen3_xpress", "Qwen3XPressForCausalLM", "qwen3"),
+    "CtxkvLiLiCorr": ("vllm.model_executor.models.lilicorr", "LiLiCorrForCausalLM", "qwen3"),
+    "CtxkvLaguna": (
+        "vllm.model_executor.models.laguna_dflash", "DFlashLagunaForCausalLM", "laguna",
+    ),
+    "CtxkvGemma4DSpark": (
+        "vllm.model_executor.models.gemma4_dspark", "Gemma4DSparkForCausalLM", "gemma4",
+    ),
+    "CtxkvDFlash2Beam": ("vllm.models.beam", "DFlash2BeamForCausalLM", "own_kernel"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, stock, describe = _LATER[name]
+    base = getattr(importlib.import_module(module), stock)
+    body = {
+        "__module__": __name__, "__doc__": f"{stock} by ctxkv.",
+        "_ctxkv_describe": staticmethod(getattr(families, describe)),
+    }
+    made = type(name, (_ByCtxkv, base), body)
+    globals()[name] = made
+    return made

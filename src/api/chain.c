@@ -34,6 +34,7 @@ static ctxkv_status check_parts(const struct ctxkv_chain *c) {
         status =
             same("store.num_kv_heads", s->num_kv_heads, "projection.num_kv_heads", p->num_kv_heads);
     if (!status) status = same("store.head_dim", s->head_dim, "projection.head_dim", p->head_dim);
+    if (!status) status = same("store.v_from_k", s->v_from_k, "projection.k_only", p->k_only);
     if (status) return status;
     int64_t columns = 2 * p->num_kv_heads * p->head_dim, per_row, bytes;
     if (__builtin_mul_overflow(n->num_layers, n->hidden_size + columns, &per_row) ||

@@ -107,10 +107,20 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     return status;
 }
 
+static ctxkv_status check_kind(const struct ctxkv_projection *plan) {
+    const ctxkv_projection_desc *d = &plan->desc;
+    if (d->k_only)
+        return ctxkv__fail(CTXKV_UNSUPPORTED, "k_only is %d, must be 0 on a GPU", d->k_only);
+    if (plan->bias_view.data && d->bias_add != CTXKV_BIAS_FUSED)
+        return ctxkv__fail(CTXKV_UNSUPPORTED, "bias_add is AFTER (1), must be FUSED (0) on a GPU");
+    return CTXKV_OK;
+}
+
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     struct ctxkv__gpu_scope scope;
-    ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a projection plan");
+    ctxkv_status status = check_kind(plan);
+    if (!status) status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a projection plan");
     if (status) return status;
     struct projection_gpu *g = plan->gpu = calloc(1, sizeof *g);
     if (!g) status = ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the projection plan");

@@ -81,6 +81,8 @@ def test_manual_page_has_every_option():
         (["bench", "--tolerance", "nan"], ["--tolerance"]),
         (["bench", "--json", "/none/x"], ["--json", "/none/x"]),
         (["bench", "--compare", "/none/x"], ["--compare", "/none/x"]),
+        (["selftest", "--numerics", "pair"], ["--numerics"]),
+        (["info", "--projection", "exact"], ["--projection"]),
         (["selftest", "--golden", "/none"], ["--golden", "/none"]),
         (["selftest", "--golden", "/dev"], ["--golden", "/dev"]),
     ],

@@ -120,6 +120,15 @@ def golden_part(folder, table, rows):
     return lines
 
 
+def test_selftest_uses_the_projection_asked_for(tmp_path):
+    golden_part(tmp_path, "chain.csv", 1)
+    run = ("selftest", "--device", "cpu", "--golden", tmp_path, "--projection")
+    assert ok(*run, "exact").splitlines()[-1] == ok(*run, "auto").splitlines()[-1]
+    # No CPU has cuBLAS: a command that took the option and did not use it would pass here.
+    text = ok(*run, "cublas", code=1)
+    assert "mode is CUBLAS on a CPU device" in text and " 0 failed" not in text.splitlines()[-1]
+
+
 def test_selftest_counts(tmp_path):
     golden_part(tmp_path, "norms.csv", 2)
     golden_part(tmp_path, "store.csv", 1)
@@ -171,6 +180,10 @@ def test_bench_reports_and_compares(tmp_path):
         assert 0 < r["p10_us"] <= r["median_us"] <= r["p90_us"] and r["samples"] >= 3
         assert (r["gmac_s"] > 0) == (r["op"] in ("projection", "chain")) and r["gb_s"] > 0
         assert abs(r["copy_share"] - r["gb_s"] / data["copy_gb_s"]) < 1e-3
+        moved = r["gb_s"] * r["median_us"] / max(data["copy_gb_s"], data["read_gb_s"])
+        counted = r["gmac_s"] * r["median_us"] / data["gmac_s"]
+        assert abs(r["floor_us"] / max(moved, counted) - 1) < 1e-3 and r["graph_calls"] == 0
+    assert data["checked"] is True and data["empty_kernel_us"] == 0
     lines = ok(*run, "--csv", "--compare", path, "--tolerance", 100).splitlines()
     assert len(lines) == 9 and all(float(line.rsplit(",", 1)[1]) > 0 for line in lines[1:])
     for r in data["results"]:
@@ -182,3 +195,19 @@ def test_bench_reports_and_compares(tmp_path):
     assert done.returncode == 2 and b"none of these" in done.stderr
     path.write_text("{}")
     refused(*run, "--compare", path, words=["--compare", path])
+
+
+def test_bench_takes_the_shape_of_a_draft(tmp_path):
+    model = tmp_path / "m"
+    ok("synth", model, "--kv-heads", 2, "--layers", 3, "--rows", 1)
+    path = tmp_path / "b.json"
+    run = ["bench", "--device", "cpu", "--model", model, "--rows", 1, "--seconds", 0.001]
+    ok(*run, "--json", path, "--no-check")
+    data = json.loads(path.read_text())
+    assert data["checked"] is False and data["family"] == "muse"
+    shapes = {(r["heads"], r["layers"], r["hidden_size"], r["head_dim"]) for r in data["results"]}
+    assert shapes == {(2, 3, 8192, 64)}
+    ok(*run, "--json", path, "--heads", 1)
+    assert {r["heads"] for r in json.loads(path.read_text())["results"]} == {1}
+    refused(*run, "--layers", 3, words=["--model", "--layers"])
+    refused("bench", "--model", tmp_path, words=["--model", "config.json"])

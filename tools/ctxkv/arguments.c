@@ -193,7 +193,7 @@ error_t cli_extra(const char *text) {
     return CLI_REPORTED;
 }
 
-// ---- the options of every command that computes ------------------------------------------------
+// ---- the options of commands that compute -------------------------------------------------------
 enum { KEY_DEVICE = 256, KEY_THREADS, KEY_MASK, KEY_NUMERICS, KEY_PROJECTION };
 
 static const char *const tiers[] = {"scalar", "avx2", "avx512", NULL};
@@ -224,13 +224,21 @@ static error_t parse_device(int key, char *text, struct argp_state *state) {
         error = cli_choice("--cpu-mask", text, tiers, &index);
         if (!error) options->cpu_mask = (2u << index) - 1;
         return error;
-    case KEY_NUMERICS:
-        return cli_choice("--numerics", text, numerics, &options->numerics);
-    case KEY_PROJECTION:
-        return cli_choice("--projection", text, projections, &options->projection);
     default:
         return ARGP_ERR_UNKNOWN;
     }
+}
+
+static error_t parse_numerics(int key, char *text, struct argp_state *state) {
+    cli_options *options = state->input;
+    if (key != KEY_NUMERICS) return ARGP_ERR_UNKNOWN;
+    return cli_choice("--numerics", text, numerics, &options->numerics);
+}
+
+static error_t parse_projection(int key, char *text, struct argp_state *state) {
+    cli_options *options = state->input;
+    if (key != KEY_PROJECTION) return ARGP_ERR_UNKNOWN;
+    return cli_choice("--projection", text, projections, &options->projection);
 }
 
 static const struct argp_option device_options[] = {
@@ -239,10 +247,16 @@ static const struct argp_option device_options[] = {
     {"threads", KEY_THREADS, "N", 0, "CPU threads (default: the CPUs this process may use)", 10},
     {"cpu-mask", KEY_MASK, "scalar|avx2|avx512", 0,
      "Best CPU tier allowed (default: the environment's CTXKV_CPU_MASK, else the best found)", 10},
+    {0}};
+
+static const struct argp_option numerics_options[] = {
     {"numerics", KEY_NUMERICS, "stock|pair|packed|invariant", 0,
      "Order of the norms' sums: as vLLM's on this device (default), as on sm_80 to sm_90, as on "
      "sm_100 and later, or independent of the number of rows (Qwen3 kind)",
      10},
+    {0}};
+
+static const struct argp_option projection_options[] = {
     {"projection", KEY_PROJECTION, "auto|exact|cublas", 0,
      "exact: one tensor-core chain per output; cublas: whatever cuBLAS gives (GPU); auto: exact, "
      "by cuBLAS where that is known to be equal (default)",
@@ -250,6 +264,8 @@ static const struct argp_option device_options[] = {
     {0}};
 
 const struct argp cli_device_argp = {.options = device_options, .parser = parse_device};
+const struct argp cli_numerics_argp = {.options = numerics_options, .parser = parse_numerics};
+const struct argp cli_projection_argp = {.options = projection_options, .parser = parse_projection};
 
 void cli_options_init(cli_options *options) {
     *options = (cli_options){.device = "auto"};

@@ -52,8 +52,8 @@ typedef struct cli_options {
     int numerics, projection;
 } cli_options;
 
-// Parses --device, --threads, --cpu-mask, --numerics, --projection into a cli_options.
-extern const struct argp cli_device_argp;
+// Parse --device, --threads and --cpu-mask; --numerics; --projection into a cli_options.
+extern const struct argp cli_device_argp, cli_numerics_argp, cli_projection_argp;
 void cli_options_init(cli_options *options);
 const char *cli_tier_name(uint32_t bit);
 

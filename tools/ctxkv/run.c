@@ -47,6 +47,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &args->options;
+        state->child_inputs[1] = &args->options;
+        state->child_inputs[2] = &args->options;
         return 0;
     case 'm':
         args->model = text;
@@ -91,7 +93,11 @@ static const struct argp_option options[] = {
      "Fail, writing nothing, where a slot or position is out of range, instead of skipping the row",
      1},
     {0}};
-static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
+static const struct argp_child children[] = {
+    {&cli_device_argp, 0, NULL, 0},
+    {&cli_numerics_argp, 0, NULL, 0},
+    {&cli_projection_argp, 0, NULL, 0},
+    {NULL, 0, NULL, 0}};
 static const struct argp run_argp = {
     .options = options,
     .parser = parse,

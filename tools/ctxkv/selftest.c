@@ -20,6 +20,7 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &args->options;
+        state->child_inputs[1] = &args->options;
         return 0;
     case 'g':
         args->golden = text;
@@ -42,7 +43,8 @@ static const struct argp_option options[] = {
     {"all-tiers", 'a', NULL, 0, "Every CPU tier that this machine has, one after the other", 0},
     {"verbose", 'v', NULL, 0, "Tell the checks that passed, too", 0},
     {0}};
-static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
+static const struct argp_child children[] = {
+    {&cli_device_argp, 0, NULL, 0}, {&cli_projection_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
 static const struct argp selftest_argp = {
     .options = options,
     .parser = parse,
@@ -190,6 +192,7 @@ static int run(void *input) {
         .host = {.where = {kDLCPU, 0}},
         .folder = args->golden,
         .verbose = args->verbose,
+        .projection = (ctxkv_projection_mode)args->options.projection,
         .threads = args->options.threads ? (int)args->options.threads : cli_cpus()};
     golden all = {.there = {false}};
     bool ok = load_all(&all, args->golden) && run_host(&st, &all) &&
