@@ -142,6 +142,36 @@ def test_fork_after_import_and_after_use() -> None:
     assert done.stdout.split() == ["0", "True", "0", "True"], done.stderr
 
 
+def test_fork_while_another_thread_runs() -> None:
+    """The child's copy of every lock is free, whoever held it in the parent."""
+    done = python(
+        "import os, signal, threading, torch\n"
+        "from ctxkv import ContextNorms\n"
+        "x = torch.full((64, 8192), 2.0, dtype=torch.bfloat16)\n"
+        "norms = ContextNorms(None, None, 2, 1e-5, 1e-5, device='cpu')\n"
+        "def right():\n"
+        "    y = norms(x)\n"
+        "    return [y[0, 0, 0].item(), y[1, 63, 8191].item()] == [1.0, 1.0]\n"
+        "going = True\n"
+        "def loop():\n"
+        "    while going:\n"
+        "        norms(x)\n"
+        "thread = threading.Thread(target=loop)\n"
+        "thread.start()\n"
+        "ends = []\n"
+        "for i in range(40):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        signal.alarm(60)\n"
+        "        os._exit(0 if right() else 1)\n"
+        "    ends.append(os.waitpid(pid, 0)[1])\n"
+        "going = False\n"
+        "thread.join()\n"
+        "print(set(ends), right())\n"
+    )
+    assert done.stdout.split() == ["{0}", "True"], (done.stdout, done.stderr)
+
+
 def test_version_is_the_headers(root) -> None:
     import ctxkv
 
