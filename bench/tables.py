@@ -1,17 +1,29 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Regenerate the tables between <!-- table: NAME --> and <!-- end --> in README.md and docs/.
+"""Regenerate what README.md and docs/ show of bench/results: the tables between
+<!-- table: NAME --> and <!-- end -->, and the pictures (these with matplotlib only).
 
-usage: bench/tables.py [--check]   (--check: exit 1 if a file is out of date, write nothing)
+usage: bench/tables.py [--check]   (--check: exit 1 if anything is out of date, write nothing)
 """
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 FILES = ["README.md", "docs/benchmarks.md"]
+sys.path.insert(0, str(ROOT / "python"))
+from ctxkv import plot  # noqa: E402
+
+# Name in docs/images, file in bench/results, options of python -m ctxkv plot.
+PICTURES = [
+    ("h200-chain", "h200", ["--ops", "chain", "--heads", "2,16",
+                            "--programs", "ctxkv,seed,stock,floor"]),
+    ("h200", "h200", ["--heads", "2,16"]),
+    ("cpu", "cpu", []),
+]
 
 
 def load(name):
@@ -54,12 +66,14 @@ def h200(ops=("norms", "projection", "store", "chain"), rows_wanted=None, heads_
     return markdown(head, table)
 
 
-def cpu():
+def cpu(ops=("norms", "projection", "store", "chain")):
     data = load("cpu")
     if data is None:
         return "(no results committed yet)"
     table = []
     for row in data["rows"]:
+        if row["op"] not in ops:
+            continue
         t, macs = row["us"], row["macs"]
         table.append([row["op"], str(row["heads"]), str(row["rows"]), us(t.get("ctxkv")),
                       us(t.get("onednn")), us(t.get("torch")), us(t.get("floor")),
@@ -73,14 +87,61 @@ def cpu():
     return f"{', '.join(versions)}; copy {data['copy_gb_s']} GB/s.\n\n" + markdown(head, table)
 
 
+def faster(name, op, program):
+    """How many times as fast as the program, over all sizes of the file."""
+    data = load(name)
+    times = [row["us"][program] / row["us"]["ctxkv"] for row in (data or {"rows": []})["rows"]
+             if row["op"] == op and row["us"].get(program) and row["us"].get("ctxkv")]
+    return f"{min(times):.2g}x to {max(times):.2g}x" if times else ""
+
+
+def peers():
+    """One line a peer: whether the bits are the same, and how much faster ctxkv is."""
+    gpu = "H200"
+    exact = "yes: golden checksums, `ctxkv selftest`"
+    seed = "yes, but for eps = 0 with tiny keys; compared before each timing"
+    lines = [
+        ("vLLM 0.33.0's stock chain", gpu, exact, "h200", "chain", "stock"),
+        ("the seed: two CuTe kernels around `torch.bmm`", gpu, seed, "h200", "chain", "seed"),
+        ("cuBLAS by `torch.bmm`, projection", gpu, "yes, for two layers and more", "h200",
+         "projection", "cublas"),
+        ("torch's operators, chain", "CPU", "no", "cpu", "chain", "torch"),
+        ("torch's operators, norms", "CPU", "no", "cpu", "norms", "torch"),
+        ("oneDNN's BF16 matmul, projection", "CPU", "no", "cpu", "projection", "onednn"),
+    ]
+    return markdown(["peer", "on", "same bits", "ctxkv is faster by"],
+                    [[peer, on, same, faster(*rest)] for peer, on, same, *rest in lines])
+
+
 TABLES = {
     "cpu": cpu,
+    "cpu-chain": lambda: cpu(("chain",)),
+    "peers": peers,
     "h200": h200,
     "h200-chain": lambda: h200(("chain",), (1, 8, 64, 1024, 16384), (2, 16)),
 }
 
 
+def draw(name, file, options, check):
+    """True if the picture shows the file's numbers: each carries their digest."""
+    data, picture = load(file), ROOT / "docs" / "images" / f"{name}.svg"
+    if data is None:
+        return True
+    if picture.exists() and plot.source_of(data) in picture.read_text():
+        return True
+    if not check:
+        command = [sys.executable, "-m", "ctxkv", "plot", str(RESULTS / f"{file}.json"), "--out",
+                   str(picture.with_suffix("")), *options]
+        done = subprocess.run(command, cwd=ROOT / "python", stdout=subprocess.DEVNULL)
+        picture.with_suffix(".png").unlink(missing_ok=True)
+        if done.returncode:
+            raise SystemExit(f"{picture.relative_to(ROOT)} is out of date: run bench/tables.py by "
+                             "a Python with matplotlib")
+    return False
+
+
 def main():
+    check = "--check" in sys.argv
     stale = []
     for name in FILES:
         path = ROOT / name
@@ -90,11 +151,12 @@ def main():
                      flags=re.S)
         if new != text:
             stale.append(name)
-            if "--check" not in sys.argv:
+            if not check:
                 path.write_text(new)
+    stale += [f"docs/images/{p[0]}.svg" for p in PICTURES if not draw(*p, check)]
     for name in stale:
-        print(("out of date: " if "--check" in sys.argv else "updated: ") + name)
-    return 1 if stale and "--check" in sys.argv else 0
+        print(("out of date: " if check else "updated: ") + name)
+    return 1 if stale and check else 0
 
 
 if __name__ == "__main__":

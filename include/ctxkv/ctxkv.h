@@ -101,7 +101,9 @@ typedef enum ctxkv_norm_kind {
 } ctxkv_norm_kind;
 
 typedef enum ctxkv_numerics {
-    CTXKV_NUMERICS_STOCK = 0,    // as vLLM 0.33.0's stock chain on this device (a CPU: sm_90)
+    CTXKV_NUMERICS_STOCK = 0,    // as vLLM 0.33.0's stock chain on this device (a CPU: sm_90);
+                                 // an RMS norm's order has its threshold at 256 rows of a call: T
+                                 // for the hidden norm, L*T for the layers' one call
     CTXKV_NUMERICS_PAIR = 1,     // row-norm sum order of sm_80..sm_90
     CTXKV_NUMERICS_PACKED = 2,   // row-norm sum order of sm_100 and later
     CTXKV_NUMERICS_INVARIANT = 3 // rms_norm with one order for any number of rows
@@ -113,11 +115,31 @@ typedef enum ctxkv_projection_mode {
     CTXKV_PROJECTION_CUBLAS = 2 // whatever cuBLAS gives; CUDA devices only
 } ctxkv_projection_mode;
 
+// Where a bias meets the accumulator.
+typedef enum ctxkv_bias_add {
+    CTXKV_BIAS_FUSED = 0, // BF16(acc + bias): F.linear
+    CTXKV_BIAS_AFTER = 1  // BF16(BF16(acc) + bias): a GEMM, then an addition (Laguna)
+} ctxkv_bias_add;
+
 typedef enum ctxkv_k_norm {
     CTXKV_K_NORM_PLAIN = 0, // weightless, torch's mean order (SPEC 3.4): head_dim 64
-    CTXKV_K_NORM_RMS = 1,   // weighted vLLM rms_norm (SPEC 5)
+    CTXKV_K_NORM_RMS = 1,   // vLLM's rms_norm (SPEC 5), with or without a weight
     CTXKV_K_NORM_ABSENT = 2
 } ctxkv_k_norm;
+
+typedef enum ctxkv_v_norm {
+    CTXKV_V_NORM_ABSENT = 0,
+    CTXKV_V_NORM_RMS = 1 // weightless vLLM rms_norm of each head (Gemma 4)
+} ctxkv_v_norm;
+
+// What a cache holds. Keys and values are BF16 first; FP16 and FP8 round them once more, to nearest
+// even, a NaN to 0x7FFF or 0x7F. FP8 is of x / scale in FP32 and saturates, infinities too.
+typedef enum ctxkv_cache_type {
+    CTXKV_CACHE_BF16 = 0,
+    CTXKV_CACHE_FP16 = 1,
+    CTXKV_CACHE_FP8_E4M3 = 2, // at most 448
+    CTXKV_CACHE_FP8_E5M2 = 3  // at most 57344
+} ctxkv_cache_type;
 
 typedef enum ctxkv_rope {
     CTXKV_ROPE_NONE = 0,
@@ -189,6 +211,10 @@ typedef struct ctxkv_projection_desc {
     const DLTensor *bias; // BF16 [L, 2*H*head_dim], or NULL. Copied by create.
     ctxkv_projection_mode mode;
     int64_t max_rows; // most rows of one run (CUDA workspace); 0: any on a CPU
+    ctxkv_bias_add bias_add;
+    // 1: no V rows (Gemma 4's V is the norm of raw K). One [L, H*head_dim, D] weight or L of
+    // [H*head_dim, D], bias [L, H*head_dim], kv [L, T, H*head_dim].
+    int32_t k_only;
 } ctxkv_projection_desc;
 
 CTXKV_API void ctxkv_projection_desc_init(ctxkv_projection_desc *desc);
@@ -208,27 +234,44 @@ typedef struct ctxkv_store_desc {
     int64_t num_layers, num_kv_heads, head_dim;
     ctxkv_k_norm k_norm;
     float k_eps;
-    // RMS K norm: one [L, head_dim] tensor, BF16 or FP32. Copied by create.
+    // RMS K norm: one [L, head_dim] tensor, BF16 or FP32; NULL: weightless. Copied by create.
     const DLTensor *k_norm_weight;
     ctxkv_rope rope;
-    int64_t rotary_dim; // 0: head_dim
-    // BF16 [max_position, rotary_dim]: cos, then sin. Used where it lies until destroy.
+    int64_t rotary_dim; // elements of a head that rotate, the first ones; 0: all, or as the tables
+    // [max_position, rotary_dim]: cos, then sin; BF16, FP16 or FP32. Used where it lies until
+    // destroy.
     const DLTensor *cos_sin;
     int32_t checked; // CPU: 1 makes a run fail, nothing written, instead of skipping faulty rows
+    // FP8 caches: what each layer's K and V are divided by, FP32, one value each ([] or [1]), on
+    // the device; read by each run, so used where they lie until destroy. scale_count L, or 0:
+    // all 1.
+    const DLTensor *const *k_scales, *const *v_scales;
+    int64_t scale_count;
+    // In place of cos_sin: a table for each layer, all of one dtype, each of its own length and,
+    // where rotary_dim is 0, of its own rotary_dim. layer_cos_sin_count L, or 0.
+    const DLTensor *const *layer_cos_sin;
+    int64_t layer_cos_sin_count;
+    ctxkv_cache_type cache_type;
+    float k_gain_centre; // added to the K norm's weight in FP32; ignored without a weight
+    ctxkv_v_norm v_norm;
+    float v_eps;
+    float v_scale;    // 0: V is not scaled; else it becomes BF16(V * v_scale), after its norm
+    int32_t v_from_k; // 1: V is made from K as it was before its norm; runs take no v
 } ctxkv_store_desc;
 
 CTXKV_API void ctxkv_store_desc_init(ctxkv_store_desc *desc);
 CTXKV_API ctxkv_status
 ctxkv_store_create(ctxkv_device *device, const ctxkv_store_desc *desc, ctxkv_store **store);
 CTXKV_API void ctxkv_store_destroy(ctxkv_store *store);
-// Layer l's cache: BF16 views keys[l], values[l] of [num_blocks, block_size, H, head_dim], unit
-// stride in the last dimension, any other strides, each layer its own. count = L. The addresses
-// and strides are copied; the memory must stay until the next bind or destroy.
+// Layer l's cache: views keys[l], values[l] of [num_blocks, block_size, H, head_dim], unit stride
+// in the last dimension, any other strides, each layer its own; of the plan's cache_type (FP8 also
+// as uint8). count = L. The addresses and strides are copied; the memory must stay until the next
+// bind or destroy.
 CTXKV_API ctxkv_status ctxkv_store_bind_caches(
     ctxkv_store *store, const DLTensor *const *keys, const DLTensor *const *values, int64_t count);
-// k, v: BF16 [L, T, H, head_dim], unit last stride. positions: int64 [T] (NULL without RoPE).
-// slots: int64 [R_l] per layer, contiguous, R_l <= T; NULL entries: nothing stored in that layer.
-// slot_count is L, or 1: shared by all layers.
+// k, v: BF16 [L, T, H, head_dim], unit last stride (v NULL with v_from_k). positions: int64 [T]
+// (NULL without RoPE). slots: int64 [R_l] per layer, contiguous, R_l <= T; NULL entries: nothing
+// stored in that layer. slot_count is L, or 1: shared by all layers.
 CTXKV_API ctxkv_status ctxkv_store_run(
     ctxkv_store *store, const DLTensor *k, const DLTensor *v, const DLTensor *positions,
     const DLTensor *const *slots, int64_t slot_count, void *stream);
@@ -282,7 +325,8 @@ CTXKV_API size_t ctxkv_chain_memory(const ctxkv_chain *chain);
 
 // ---- cos/sin table ---------------------------------------------------------------------------
 // The table that vLLM builds on the GPU from theta (SPEC 3.5), bit for bit, in host memory:
-// table: BF16 [positions, rotary_dim], contiguous. theta > 1 finite, rotary_dim even.
+// table: BF16, FP16 or FP32 [positions, rotary_dim], unit last stride. theta > 1 finite, rotary_dim
+// even.
 CTXKV_API ctxkv_status
 ctxkv_rope_table(float theta, int64_t rotary_dim, int64_t positions, const DLTensor *table);
 // Its FP32 inverse frequencies [rotary_dim/2], and cos and sin of one position, before rounding.
@@ -297,6 +341,10 @@ CTXKV_API float ctxkv_rsqrt(float x, int32_t ftz);
 CTXKV_API float ctxkv_mma16(const uint16_t a[16], const uint16_t b[16], float acc);
 // FP32 to BF16, round to nearest even, NaN to 0x7FFF.
 CTXKV_API uint16_t ctxkv_bf16(float x);
+// FP32 to FP16, round to nearest even, NaN to 0x7FFF.
+CTXKV_API uint16_t ctxkv_fp16(float x);
+// FP32 to FP8 as a cache of this type holds x (scale 1); 0x7F for a type that is not FP8.
+CTXKV_API uint8_t ctxkv_fp8(float x, ctxkv_cache_type type);
 
 // ---- the constants above, for bindings ----------------------------------------------------------
 // Value of "CTXKV_NORM_RMS" and the like; -1 for an unknown name.

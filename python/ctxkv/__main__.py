@@ -59,10 +59,19 @@ def _selftest(arguments: argparse.Namespace) -> int:
     return selftest.run(arguments.golden, arguments.verbose, arguments.quick)
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def _plot(arguments: argparse.Namespace) -> int:
     from . import plot
 
-    for path in plot.plot(arguments.file, arguments.out):
+    choice = plot.Choice(arguments.ops, arguments.heads, arguments.programs)
+    for path in plot.plot(arguments.file, arguments.out, choice):
         print(path)
     return 0
 
@@ -81,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw a benchmark's or a diagnosis's JSON")
     plot.add_argument("file", type=Path, help="JSON written by ctxkv bench or ctxkv diagnose")
     plot.add_argument("--out", type=Path, help="stem of the pictures (default: beside the file)")
+    for name, metavar, kind, text in (
+        ("--ops", "OP,...", _names, "only these ops of a benchmark"),
+        ("--heads", "N,...", _integers, "only these numbers of KV heads"),
+        ("--programs", "NAME,...", _names, "only these lines, such as ctxkv,stock,floor"),
+    ):
+        plot.add_argument(name, metavar=metavar, type=kind, default=(), help=text)
     plot.set_defaults(run=_plot)
     return parser
 

@@ -19,6 +19,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from typing import Any
 
 # DLPack device types and type codes (dlpack.h).
 CPU, CUDA, CUDA_HOST = 1, 2, 3
@@ -29,6 +30,9 @@ NUMERICS = {"stock": 0, "pair": 1, "packed": 2, "invariant": 3}
 PROJECTION_MODES = {"auto": 0, "exact": 1, "cublas": 2}
 K_NORMS = {"plain": 0, "rms": 1, "absent": 2}
 ROPES = {"none": 0, "gptj": 1, "neox": 2}
+V_NORMS = {"absent": 0, "rms": 1}
+BIAS_ADDS = {"fused": 0, "after": 1}
+CACHE_TYPES = {"bf16": 0, "fp16": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
 FAULT_KINDS = {0: "none", 1: "slot", 2: "position"}
 CPU_TIERS = {"scalar": 1, "avx2": 2, "avx512": 4}
 
@@ -137,6 +141,8 @@ class ProjectionDesc(Structure):
         ("bias", TensorPointer),
         ("mode", c_int32),
         ("max_rows", c_int64),
+        ("bias_add", c_int32),
+        ("k_only", c_int32),
     ]
 
 
@@ -154,6 +160,17 @@ class StoreDesc(Structure):
         ("rotary_dim", c_int64),
         ("cos_sin", TensorPointer),
         ("checked", c_int32),
+        ("k_scales", TensorPointers),
+        ("v_scales", TensorPointers),
+        ("scale_count", c_int64),
+        ("layer_cos_sin", TensorPointers),
+        ("layer_cos_sin_count", c_int64),
+        ("cache_type", c_int32),
+        ("k_gain_centre", c_float),
+        ("v_norm", c_int32),
+        ("v_eps", c_float),
+        ("v_scale", c_float),
+        ("v_from_k", c_int32),
     ]
 
 
@@ -198,7 +215,7 @@ STRUCTS = [
 
 # Handles (ctxkv_device and the plans) are plain addresses. Statuses are int32.
 _T, _TS, _H, _S = TensorPointer, TensorPointers, c_void_p, c_int32
-PROTOTYPES: dict[str, tuple] = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ctxkv_version": (c_char_p, []),
     "ctxkv_status_name": (c_char_p, [_S]),
     "ctxkv_status_text": (c_char_p, [_S]),
@@ -238,6 +255,8 @@ PROTOTYPES: dict[str, tuple] = {
     "ctxkv_rsqrt": (c_float, [c_float, c_int32]),
     "ctxkv_mma16": (c_float, [POINTER(c_uint16), POINTER(c_uint16), c_float]),
     "ctxkv_bf16": (c_uint16, [c_float]),
+    "ctxkv_fp16": (c_uint16, [c_float]),
+    "ctxkv_fp8": (c_uint8, [c_float, c_int32]),
     "ctxkv_constant": (c_int32, [c_char_p]),
 }
 

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # python -m ctxkv plot: a benchmark as time against rows, a diagnosis as heat maps; SVG and PNG.
 """Reads two kinds of JSON. A benchmark: {"results" or "rows": [{"op", "heads", "rows", "us"}]},
-with "median_us", "p10_us", "p90_us" and "copy_share" (`ctxkv bench --json`), or "us" by program
+with "median_us", "p10_us", "p90_us" and "floor_us" (`ctxkv bench --json`), or "us" by program
 ({"ctxkv": .., "stock": .., "floor": ..}, bench/results). A
 diagnosis (`ctxkv diagnose --json`): "grid" [L][H][T], the elements of a layer's head and row that
 differ (-1: not stored), or "grid_k" and "grid_v" apart, beside "verdict" and "explained"."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Sequence
 
 # Okabe and Ito's colours, told apart by all kinds of eyes; a marker of its own for each as well.
 _STYLES = {
@@ -22,6 +24,8 @@ _STYLES = {
     "torch": ("#56B4E9", "P", "-"),
     "floor": ("#000000", "", "--"),
 }
+# (op, heads) -> program -> [(rows, microseconds)]
+_Panels = dict[tuple[str, int], dict[str, list[tuple[int, float]]]]
 _SPARE = ["#009E73", "#56B4E9", "#F0E442", "#CC79A7"]
 _OP_ORDER = ["norms", "projection", "store", "chain"]
 
@@ -39,10 +43,17 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, stem: Path) -> list[Path]:
+def source_of(data: dict[str, Any]) -> str:
+    """What a picture says of the numbers it was made from: a digest of them."""
+    text = json.dumps(data, sort_keys=True)
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _save(figure: Any, stem: Path, data: dict[str, Any]) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "png")]
-    figure.savefig(paths[0], metadata={"Date": None}, bbox_inches="tight")
-    figure.savefig(paths[1], dpi=150, metadata={"Software": None}, bbox_inches="tight")
+    source = {"Source": source_of(data)}
+    figure.savefig(paths[0], metadata={"Date": None, **source}, bbox_inches="tight")
+    figure.savefig(paths[1], dpi=150, metadata={"Software": None, **source}, bbox_inches="tight")
     return paths
 
 
@@ -55,15 +66,16 @@ def _series(row: dict[str, Any]) -> dict[str, float]:
             for name, value in us.items() if value is not None
         }
     else:
-        found = {"ctxkv": float(us)}
-        # The floor of a copy of the same bytes, measured in the same run.
-        found["floor"] = found["ctxkv"] * float(row.get("copy_share") or 0)
+        found = {"ctxkv": float(row["median_us"] if us is None else us)}
+        # Measured in the same run; older files know only a copy of the same bytes.
+        copied = found["ctxkv"] * float(row.get("copy_share") or 0)
+        found["floor"] = float(row.get("floor_us") or copied)
     return {name: value for name, value in found.items() if value > 0}
 
 
-def read_bench(data: dict[str, Any]) -> dict[tuple[str, int], dict[str, list[tuple[int, float]]]]:
+def read_bench(data: dict[str, Any]) -> _Panels:
     """(op, heads) -> program -> [(rows, microseconds)], sorted; ValueError naming a bad entry."""
-    panels: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
+    panels: _Panels = {}
     for index, row in enumerate(data.get("results", data.get("rows", []))):
         try:
             key = (str(row["op"]), int(row.get("heads", 0) or 0))
@@ -87,18 +99,46 @@ def _style(name: str, index: int) -> dict[str, Any]:
     return {"color": colour, "marker": marker, "linestyle": line, "linewidth": width}
 
 
-def _bench(data: dict[str, Any], stem: Path) -> list[Path]:
-    pyplot, panels = _pyplot(), read_bench(data)
+@dataclass
+class Choice:
+    """Which panels and lines of a benchmark to draw; empty: all."""
+
+    ops: Sequence[str] = ()
+    heads: Sequence[int] = ()
+    programs: Sequence[str] = ()
+
+    def of(self, panels: _Panels) -> _Panels:
+        found: _Panels = {}
+        for (op, heads), lines in panels.items():
+            if (self.ops and op not in self.ops) or (self.heads and heads not in self.heads):
+                continue
+            kept = {n: p for n, p in lines.items() if not self.programs or n in self.programs}
+            if kept:
+                found[op, heads] = kept
+        if not found:
+            known = sorted(f"{op} with {heads} heads" for op, heads in panels)
+            programs = sorted({name for lines in panels.values() for name in lines})
+            raise ValueError(
+                f"--ops, --heads, --programs: leave nothing of {', '.join(known)} by "
+                f"{', '.join(programs)}")
+        return found
+
+
+def _bench(data: dict[str, Any], stem: Path, choice: Choice) -> list[Path]:
+    pyplot, panels = _pyplot(), choice.of(read_bench(data))
     ops = sorted({op for op, _ in panels}, key=lambda o: (_OP_ORDER + [o]).index(o))
     heads = sorted({count for _, count in panels})
+    # One op: its panels side by side.
+    shape = (1, len(heads)) if len(ops) == 1 else (len(heads), len(ops))
     figure, axes = pyplot.subplots(
-        len(heads), len(ops), figsize=(3.6 * len(ops) + 0.6, 2.7 * len(heads) + 0.9),
-        squeeze=False, layout="constrained",
+        *shape, figsize=(3.6 * shape[1] + 0.6, 2.7 * shape[0] + 0.9), squeeze=False,
+        layout="constrained",
     )
     known: dict[str, Any] = {}
     for i, count in enumerate(heads):
         for j, op in enumerate(ops):
-            axis, lines = axes[i][j], panels.get((op, count))
+            axis = axes[0][i] if len(ops) == 1 else axes[i][j]
+            lines = panels.get((op, count))
             if lines is None:
                 axis.set_axis_off()
                 continue
@@ -121,14 +161,14 @@ def _bench(data: dict[str, Any], stem: Path) -> list[Path]:
     )
     where = data.get("name") or data.get("machine") or data.get("gpu") or data.get("device") or ""
     figure.suptitle(f"context K/V chain on {where}" if where else "context K/V chain")
-    paths = _save(figure, stem)
+    paths = _save(figure, stem, data)
     pyplot.close(figure)
     return paths
 
 
 def read_grid(data: dict[str, Any], name: str = "grid") -> list[list[list[int]]]:
     """[L][H][T] of a diagnosis; ValueError where its shape is uneven."""
-    grid = data.get(name)
+    grid: Any = data.get(name)
     good = isinstance(grid, list) and grid and all(
         isinstance(layer, list) and layer and all(isinstance(row, list) for row in layer)
         for layer in grid
@@ -184,7 +224,7 @@ def _diagnosis(data: dict[str, Any], stem: Path) -> list[Path]:
     bar = figure.colorbar(image, ax=axes.ravel().tolist(), extend="min")
     bar.set_label("elements that differ\n(grey: not stored)")
     figure.suptitle(_verdict(data), fontsize=10)
-    paths = _save(figure, stem)
+    paths = _save(figure, stem, data)
     pyplot.close(figure)
     return paths
 
@@ -199,16 +239,22 @@ def _verdict(data: dict[str, Any]) -> str:
     return text if share is None else f"{text}: {100 * float(share):.0f} % of the rows explained"
 
 
-def plot(path: Path, out: Optional[Path] = None) -> list[Path]:
-    """Draws the file; returns the pictures' paths. out: their stem, beside the file by default."""
+def plot(
+    path: Path, out: Optional[Path] = None, choice: Choice = Choice()
+) -> list[Path]:
+    """Draws the file; returns the pictures' paths.
+
+    out: their stem, beside the file by default. choice: what of a benchmark.
+    ValueError where the file is no such JSON or nothing is left of it; RuntimeError without
+    matplotlib."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    draw = _diagnosis if isinstance(data, dict) and "grid" in data else _bench
     if not isinstance(data, dict):
         raise ValueError(f"{path}: must hold one JSON object")
+    stem = out or path.with_suffix("")
     try:
-        return draw(data, out or path.with_suffix(""))
+        return _diagnosis(data, stem) if "grid" in data else _bench(data, stem, choice)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

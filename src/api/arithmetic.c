@@ -47,13 +47,22 @@ ctxkv_status ctxkv_rope_row(
     return CTXKV_OK;
 }
 
+static void put(const struct ctxkv__view *table, int64_t i, float x) {
+    if (table->type == CTXKV__FP32)
+        memcpy(table->data + 4 * i, &x, 4);
+    else
+        ctxkv__store16(
+            table->data, i, table->type == CTXKV__FP16 ? ctxkv__to_fp16(x) : ctxkv__to_bf16(x));
+}
+
 ctxkv_status ctxkv_rope_table(
     float theta, int64_t rotary_dim, int64_t positions, const DLTensor *table) {
     ctxkv_status status = check_theta(theta, rotary_dim);
     if (!status) status = ctxkv__range("positions", positions, 0, INT64_C(1) << 32);
     if (status) return status;
     struct ctxkv__view view;
-    struct ctxkv__want want = {0, CTXKV__BF16, 2, {positions, rotary_dim}, true, true};
+    struct ctxkv__want want = {
+        0, CTXKV__BF16 | CTXKV__FP16 | CTXKV__FP32, 2, {positions, rotary_dim}, true, true};
     status = ctxkv__tensor(table, "table", &want, &view);
     if (status || positions == 0) return status;
     int64_t half = rotary_dim / 2;
@@ -66,8 +75,8 @@ ctxkv_status ctxkv_rope_table(
     for (int64_t p = 0; p < positions; p++) {
         ctxkv__rope_row(scratch, half, p, cosine, sine);
         for (int64_t j = 0; j < half; j++) {
-            ctxkv__store16(view.data, p * view.stride[0] + j, ctxkv__to_bf16(cosine[j]));
-            ctxkv__store16(view.data, p * view.stride[0] + half + j, ctxkv__to_bf16(sine[j]));
+            put(&view, p * view.stride[0] + j, cosine[j]);
+            put(&view, p * view.stride[0] + half + j, sine[j]);
         }
     }
     ctxkv__float_mode_leave(&mode);
@@ -87,6 +96,16 @@ uint16_t ctxkv_bf16(float x) {
     return ctxkv__to_bf16(x);
 }
 
+uint16_t ctxkv_fp16(float x) {
+    return ctxkv__to_fp16(x);
+}
+
+uint8_t ctxkv_fp8(float x, ctxkv_cache_type type) {
+    return type == CTXKV_CACHE_FP8_E4M3   ? ctxkv__to_e4m3(x)
+           : type == CTXKV_CACHE_FP8_E5M2 ? ctxkv__to_e5m2(x)
+                                          : 0x7F;
+}
+
 #define NAMED(constant)                                                                            \
     { #constant, (int32_t)constant }
 static const struct {
@@ -98,10 +117,12 @@ static const struct {
     NAMED(CTXKV_NUMERICS_STOCK),     NAMED(CTXKV_NUMERICS_PAIR),   NAMED(CTXKV_NUMERICS_PACKED),
     NAMED(CTXKV_NUMERICS_INVARIANT), NAMED(CTXKV_PROJECTION_AUTO), NAMED(CTXKV_PROJECTION_EXACT),
     NAMED(CTXKV_PROJECTION_CUBLAS),  NAMED(CTXKV_K_NORM_PLAIN),    NAMED(CTXKV_K_NORM_RMS),
-    NAMED(CTXKV_K_NORM_ABSENT),      NAMED(CTXKV_ROPE_NONE),       NAMED(CTXKV_ROPE_GPTJ),
-    NAMED(CTXKV_ROPE_NEOX),          NAMED(CTXKV_FAULT_NONE),      NAMED(CTXKV_FAULT_SLOT),
-    NAMED(CTXKV_FAULT_POSITION),     NAMED(CTXKV_VERSION_MAJOR),   NAMED(CTXKV_VERSION_MINOR),
-    NAMED(CTXKV_VERSION_PATCH),
+    NAMED(CTXKV_BIAS_FUSED),         NAMED(CTXKV_BIAS_AFTER),      NAMED(CTXKV_V_NORM_ABSENT),
+    NAMED(CTXKV_V_NORM_RMS),         NAMED(CTXKV_CACHE_BF16),      NAMED(CTXKV_CACHE_FP16),
+    NAMED(CTXKV_CACHE_FP8_E4M3),     NAMED(CTXKV_CACHE_FP8_E5M2),  NAMED(CTXKV_K_NORM_ABSENT),
+    NAMED(CTXKV_ROPE_NONE),          NAMED(CTXKV_ROPE_GPTJ),       NAMED(CTXKV_ROPE_NEOX),
+    NAMED(CTXKV_FAULT_NONE),         NAMED(CTXKV_FAULT_SLOT),      NAMED(CTXKV_FAULT_POSITION),
+    NAMED(CTXKV_VERSION_MAJOR),      NAMED(CTXKV_VERSION_MINOR),   NAMED(CTXKV_VERSION_PATCH),
 #define CTXKV_ERROR(name, value, text) {"CTXKV_" #name, value},
 #include "../../include/ctxkv/errors.inc"
 #undef CTXKV_ERROR

@@ -34,6 +34,7 @@ static ctxkv_status check_parts(const struct ctxkv_chain *c) {
         status =
             same("store.num_kv_heads", s->num_kv_heads, "projection.num_kv_heads", p->num_kv_heads);
     if (!status) status = same("store.head_dim", s->head_dim, "projection.head_dim", p->head_dim);
+    if (!status) status = same("store.v_from_k", s->v_from_k, "projection.k_only", p->k_only);
     if (status) return status;
     int64_t columns = 2 * p->num_kv_heads * p->head_dim, per_row, bytes;
     if (__builtin_mul_overflow(n->num_layers, n->hidden_size + columns, &per_row) ||
@@ -67,7 +68,6 @@ ctxkv_status ctxkv_chain_create(
     plan->device = device;
     plan->max_rows = d.max_rows;
     ctxkv__device_retain(device);
-    pthread_mutex_init(&plan->lock, 0);
     status = ctxkv_norms_create(device, d.norms, &plan->norms);
     if (!status) status = ctxkv_projection_create(device, d.projection, &plan->projection);
     if (!status) status = ctxkv_store_create(device, d.store, &plan->store);
@@ -89,7 +89,7 @@ void ctxkv_chain_destroy(ctxkv_chain *plan) {
     ctxkv_norms_destroy(plan->norms);
     ctxkv_projection_destroy(plan->projection);
     ctxkv_store_destroy(plan->store);
-    pthread_mutex_destroy(&plan->lock);
+    ctxkv__lock_destroy(&plan->lock);
     ctxkv__device_release(plan->device);
     free(plan);
 }

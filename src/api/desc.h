@@ -25,6 +25,10 @@ ctxkv_status ctxkv__positions(
     const ctxkv_device *device, const DLTensor *positions, bool needed, int64_t rows,
     const int64_t **address);
 
+// The store's descriptor (store_desc.c): its options, then its tensors as views in the plan.
+ctxkv_status ctxkv__store_check(const ctxkv_device *device, const ctxkv_store_desc *desc);
+ctxkv_status ctxkv__store_views(struct ctxkv_store *plan, const ctxkv_store_desc *desc);
+
 #define CTXKV__MAX_LAYERS 65535
 
 #endif

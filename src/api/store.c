@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ctxkv_store: checks of the descriptor, of caches and of a run's tensors.
+// ctxkv_store: checks of caches and of a run's tensors; store_desc.c has those of the descriptor.
 #include <inttypes.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,69 +11,11 @@
 
 void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
     if (!desc) return;
-    *desc = (ctxkv_store_desc){.size = sizeof *desc, .head_dim = 64, .k_eps = 1e-5f};
+    *desc =
+        (ctxkv_store_desc){.size = sizeof *desc, .head_dim = 64, .k_eps = 1e-5f, .v_eps = 1e-5f};
 }
 
-static ctxkv_status check_rope(const ctxkv_store_desc *d) {
-    ctxkv_status status = ctxkv__range("rope", (int64_t)d->rope, CTXKV_ROPE_NONE, CTXKV_ROPE_NEOX);
-    if (status) return status;
-    if (d->rope == CTXKV_ROPE_NONE) {
-        if (!d->cos_sin) return CTXKV_OK;
-        return ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT, "cos_sin is given, must be NULL when rope is NONE");
-    }
-    if (d->rotary_dim < 2 || d->rotary_dim > d->head_dim || d->rotary_dim % 2)
-        return ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT,
-            "rotary_dim is %" PRId64 ", must be even and in 2..head_dim (%" PRId64 ")",
-            d->rotary_dim, d->head_dim);
-    return CTXKV_OK;
-}
-
-static ctxkv_status check_desc(const ctxkv_device *device, const ctxkv_store_desc *d) {
-    ctxkv_status status = ctxkv__range("num_layers", d->num_layers, 1, CTXKV__MAX_LAYERS);
-    if (!status) status = ctxkv__range("num_kv_heads", d->num_kv_heads, 1, 65535);
-    int64_t n = d->head_dim;
-    if (!status && n != 64 && n != 128 && n != 256 && n != 512)
-        status = ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT, "head_dim is %" PRId64 ", must be 64, 128, 256 or 512", n);
-    if (!status)
-        status =
-            ctxkv__range("k_norm", (int64_t)d->k_norm, CTXKV_K_NORM_PLAIN, CTXKV_K_NORM_ABSENT);
-    if (!status && d->k_norm == CTXKV_K_NORM_PLAIN && n != 64)
-        status = ctxkv__fail(
-            CTXKV_UNSUPPORTED, "head_dim is %" PRId64 ", must be 64 for k_norm PLAIN", n);
-    if (!status && (d->k_norm == CTXKV_K_NORM_RMS) != (d->k_norm_weight != 0))
-        status = ctxkv__fail(
-            CTXKV_INVALID_ARGUMENT, "k_norm_weight is %s, must be given exactly when k_norm is RMS",
-            d->k_norm_weight ? "given" : "NULL");
-    if (!status) status = ctxkv__eps("k_eps", d->k_eps);
-    if (!status) status = check_rope(d);
-    if (!status && d->checked && device->cuda)
-        status = ctxkv__fail(
-            CTXKV_UNSUPPORTED, "checked is 1, must be 0 on a CUDA device (it would have to wait)");
-    return status;
-}
-
-static ctxkv_status store_views(struct ctxkv_store *plan, const ctxkv_store_desc *d) {
-    ctxkv_status status = CTXKV_OK;
-    if (d->rope != CTXKV_ROPE_NONE) {
-        struct ctxkv__want want = {plan->device, CTXKV__BF16, 2, {CTXKV__ANY, d->rotary_dim},
-                                   true,         false};
-        status = ctxkv__tensor(d->cos_sin, "cos_sin", &want, &plan->cos_sin);
-        if (!status && plan->cos_sin.shape[0] > 1 && plan->cos_sin.stride[0] != d->rotary_dim)
-            status = ctxkv__fail(
-                CTXKV_INVALID_ARGUMENT,
-                "cos_sin has row stride %" PRId64 ", must be contiguous (%" PRId64 ")",
-                plan->cos_sin.stride[0], d->rotary_dim);
-    }
-    if (!status && d->k_norm_weight) {
-        struct ctxkv__want want = {
-            plan->device, CTXKV__BF16 | CTXKV__FP32, 2, {d->num_layers, d->head_dim}, true, false};
-        status = ctxkv__tensor(d->k_norm_weight, "k_norm_weight", &want, &plan->k_weight);
-    }
-    return status;
-}
+#define FIRST_SIZE offsetof(ctxkv_store_desc, k_scales)
 
 static ctxkv_status cpu_plan(struct ctxkv_store *plan) {
     const ctxkv_store_desc *d = &plan->desc;
@@ -86,10 +29,31 @@ static ctxkv_status cpu_plan(struct ctxkv_store *plan) {
         for (int64_t l = 0; l < d->num_layers; l++)
             ctxkv__gains(
                 plan->k_weight.data + l * plan->k_weight.stride[0] * (fp32 ? 4 : 2), fp32,
-                d->head_dim, 0.0f, plan->k_gain + l * d->head_dim);
+                d->head_dim, d->k_gain_centre, plan->k_gain + l * d->head_dim);
     }
     plan->args.k_gain = plan->k_gain;
     return CTXKV_OK;
+}
+
+// All but what a run brings; the descriptor's tensors are not kept.
+static void fill_args(struct ctxkv_store *plan) {
+    ctxkv_store_desc *d = &plan->desc;
+    d->k_norm_weight = d->cos_sin = 0;
+    d->k_scales = d->v_scales = d->layer_cos_sin = 0;
+    struct ctxkv__store_args *args = &plan->args;
+    args->num_layers = d->num_layers;
+    args->num_heads = d->num_kv_heads;
+    args->head_dim = d->head_dim;
+    args->k_norm = (enum ctxkv__k_norm_kind)d->k_norm;
+    args->k_eps = d->k_eps;
+    args->v_norm = d->v_norm == CTXKV_V_NORM_RMS;
+    args->v_eps = d->v_eps;
+    args->v_scale = d->v_scale;
+    args->v_from_k = d->v_from_k;
+    args->rope = (enum ctxkv__rope_kind)d->rope;
+    args->tables = plan->tables;
+    args->cache_kind = (enum ctxkv__cache_kind)d->cache_type;
+    args->scales = plan->scales;
 }
 
 ctxkv_status ctxkv_store_create(
@@ -98,33 +62,23 @@ ctxkv_status ctxkv_store_create(
     if (!status) *store = 0;
     if (!status) status = ctxkv__not_null(device, "device");
     ctxkv_store_desc d = {0};
-    if (!status) status = ctxkv__desc(&d, sizeof d, sizeof d, desc, "desc");
-    if (!status && d.rotary_dim == 0) d.rotary_dim = d.head_dim;
-    if (!status) status = check_desc(device, &d);
+    if (!status) status = ctxkv__desc(&d, sizeof d, FIRST_SIZE, desc, "desc");
+    if (!status && d.rotary_dim == 0 && !d.layer_cos_sin_count) d.rotary_dim = d.head_dim;
+    if (!status) status = ctxkv__store_check(device, &d);
     if (status) return status;
     struct ctxkv_store *plan = calloc(1, sizeof *plan);
     if (!plan) return ctxkv__no_memory("the store plan");
     plan->device = device;
     ctxkv__device_retain(device);
-    pthread_mutex_init(&plan->lock, 0);
-    pthread_mutex_init(&plan->run_lock, 0);
-    status = store_views(plan, &d);
-    d.k_norm_weight = 0;
-    d.cos_sin = 0;
     plan->desc = d;
-    plan->args = (struct ctxkv__store_args){
-        .num_layers = d.num_layers,
-        .num_heads = d.num_kv_heads,
-        .head_dim = d.head_dim,
-        .k_norm = (enum ctxkv__k_norm_kind)d.k_norm,
-        .k_eps = d.k_eps,
-        .rope = (enum ctxkv__rope_kind)d.rope,
-        .rotary_dim = d.rotary_dim,
-        .cos_sin = plan->cos_sin.data,
-        .max_position = d.rope == CTXKV_ROPE_NONE || status ? 0 : plan->cos_sin.shape[0],
-    };
-    plan->caches = calloc((size_t)d.num_layers, sizeof *plan->caches);
-    if (!status && !plan->caches) status = ctxkv__no_memory("the caches' addresses");
+    size_t layers = (size_t)d.num_layers;
+    plan->caches = calloc(layers, sizeof *plan->caches);
+    plan->tables = calloc(layers, sizeof *plan->tables);
+    plan->scales = calloc(layers, sizeof *plan->scales);
+    if (!plan->caches || !plan->tables || !plan->scales)
+        status = ctxkv__no_memory("the layers' addresses");
+    if (!status) status = ctxkv__store_views(plan, &d);
+    if (!status) fill_args(plan);
     if (!status) status = device->cuda ? ctxkv__cuda_store_create(plan) : cpu_plan(plan);
     if (status)
         ctxkv_store_destroy(plan);
@@ -136,13 +90,22 @@ ctxkv_status ctxkv_store_create(
 void ctxkv_store_destroy(ctxkv_store *plan) {
     if (!plan) return;
     if (plan->device->cuda) ctxkv__cuda_store_destroy(plan);
-    pthread_mutex_destroy(&plan->lock);
-    pthread_mutex_destroy(&plan->run_lock);
+    ctxkv__lock_destroy(&plan->lock);
+    ctxkv__lock_destroy(&plan->run_lock);
     free(plan->worker_faults);
     free(plan->k_gain);
     free(plan->caches);
+    free(plan->tables);
+    free(plan->scales);
     ctxkv__device_release(plan->device);
     free(plan);
+}
+
+static unsigned cache_types(ctxkv_cache_type type) {
+    return type == CTXKV_CACHE_FP16       ? CTXKV__FP16
+           : type == CTXKV_CACHE_FP8_E4M3 ? CTXKV__E4M3 | CTXKV__U8
+           : type == CTXKV_CACHE_FP8_E5M2 ? CTXKV__E5M2 | CTXKV__U8
+                                          : CTXKV__BF16;
 }
 
 static ctxkv_status cache_view(
@@ -152,7 +115,7 @@ static ctxkv_status cache_view(
     snprintf(name, sizeof name, "%s[%" PRId64 "]", which, layer);
     struct ctxkv__want want = {
         plan->device,
-        CTXKV__BF16,
+        cache_types(plan->desc.cache_type),
         4,
         {shape ? shape[0] : CTXKV__ANY, shape ? shape[1] : CTXKV__ANY, plan->desc.num_kv_heads,
          plan->desc.head_dim},
@@ -211,14 +174,18 @@ static ctxkv_status run_views(
     const struct ctxkv_store *plan, const DLTensor *k, const DLTensor *v,
     struct ctxkv__store_call *call) {
     const ctxkv_store_desc *d = &plan->desc;
-    struct ctxkv__view keys, values;
+    struct ctxkv__view keys, values = {0};
     struct ctxkv__want want = {
         plan->device, CTXKV__BF16, 4, {d->num_layers, CTXKV__ANY, d->num_kv_heads, d->head_dim},
         true,         false};
     ctxkv_status status = ctxkv__tensor(k, "k", &want, &keys);
     if (status) return status;
     want.shape[1] = keys.shape[1];
-    status = ctxkv__tensor(v, "v", &want, &values);
+    if (!d->v_from_k)
+        status = ctxkv__tensor(v, "v", &want, &values);
+    else if (v)
+        status =
+            ctxkv__fail(CTXKV_INVALID_ARGUMENT, "v is given, must be NULL in a plan with v_from_k");
     if (status) return status;
     *call = (struct ctxkv__store_call){
         .k = keys.data,
@@ -274,10 +241,10 @@ ctxkv_status ctxkv_store_faults(ctxkv_store *plan, ctxkv_faults *faults) {
         status = ctxkv__cuda_store_faults(plan, &record);
         if (status) return status;
     } else {
-        pthread_mutex_lock(&plan->lock);
+        ctxkv__lock_take(&plan->lock);
         record = plan->faults;
         memset(&plan->faults, 0, sizeof plan->faults);
-        pthread_mutex_unlock(&plan->lock);
+        ctxkv__lock_give(&plan->lock);
     }
     *faults = (ctxkv_faults){0};
     faults->count = record.count;

@@ -26,20 +26,37 @@ static unsigned type_of(DLDataType t) {
     if (t.code == kDLBfloat && t.bits == 16) return CTXKV__BF16;
     if (t.code == kDLFloat && t.bits == 32) return CTXKV__FP32;
     if (t.code == kDLInt && t.bits == 64) return CTXKV__I64;
+    if (t.code == kDLFloat && t.bits == 16) return CTXKV__FP16;
+    if (t.code == kDLFloat8_e4m3fn && t.bits == 8) return CTXKV__E4M3;
+    if (t.code == kDLFloat8_e5m2 && t.bits == 8) return CTXKV__E5M2;
+    if (t.code == kDLUInt && t.bits == 8) return CTXKV__U8;
     return 0;
 }
 
-static const char *types_text(unsigned types) {
-    switch (types) {
-    case CTXKV__BF16:
-        return "BF16";
-    case CTXKV__FP32:
-        return "FP32";
-    case CTXKV__I64:
-        return "int64";
-    default:
-        return "BF16 or FP32";
+static const struct {
+    unsigned type;
+    const char *name;
+    int64_t size;
+} types[] = {
+    {CTXKV__BF16, "BF16", 2}, {CTXKV__FP16, "FP16", 2},     {CTXKV__FP32, "FP32", 4},
+    {CTXKV__I64, "int64", 8}, {CTXKV__E4M3, "FP8 e4m3", 1}, {CTXKV__E5M2, "FP8 e5m2", 1},
+    {CTXKV__U8, "uint8", 1},
+};
+#define TYPES (sizeof types / sizeof *types)
+
+static void types_text(char *text, size_t size, unsigned wanted) {
+    size_t used = 0;
+    for (size_t i = 0; i < TYPES; i++) {
+        if (!(wanted & types[i].type)) continue;
+        used +=
+            (size_t)snprintf(text + used, size - used, "%s%s", used ? " or " : "", types[i].name);
     }
+}
+
+int64_t ctxkv__item_size(unsigned type) {
+    for (size_t i = 0; i < TYPES; i++)
+        if (types[i].type == type) return types[i].size;
+    return 1;
 }
 
 static ctxkv_status check_type(
@@ -47,12 +64,13 @@ static ctxkv_status check_type(
     if (type_of(t->dtype) & want->types) return CTXKV_OK;
     static const char *const codes[] = {"int",    "uint",    "float", "opaque",
                                         "bfloat", "complex", "bool"};
-    char number[24];
+    char number[24], wanted[96];
     snprintf(number, sizeof number, "(DLPack code %d) ", t->dtype.code);
+    types_text(wanted, sizeof wanted, want->types);
     const char *code = t->dtype.code < 7 ? codes[t->dtype.code] : number;
     return ctxkv__fail(
         CTXKV_INVALID_ARGUMENT, "%s has dtype %s%d (lanes %d), must be %s", name, code,
-        t->dtype.bits, t->dtype.lanes, types_text(want->types));
+        t->dtype.bits, t->dtype.lanes, wanted);
 }
 
 static ctxkv_status check_device(
@@ -111,10 +129,6 @@ static bool elements_distinct(const struct ctxkv__view *v) {
     return true;
 }
 
-static int64_t item_size(unsigned type) {
-    return type == CTXKV__BF16 ? 2 : type == CTXKV__FP32 ? 4 : 8;
-}
-
 static ctxkv_status fill_view(
     const DLTensor *t, const char *name, const struct ctxkv__want *want, struct ctxkv__view *v) {
     int64_t next = 1, low = 0, high = 0, span;
@@ -143,7 +157,7 @@ static ctxkv_status fill_view(
         return bad_strides(t, name, v, "have stride 1 in the last dimension");
     if (want->written && !empty && !elements_distinct(v))
         return bad_strides(t, name, v, "give each element an address of its own");
-    int64_t item = item_size(v->type);
+    int64_t item = ctxkv__item_size(v->type);
     if (!t->data && !empty)
         return ctxkv__fail(CTXKV_INVALID_ARGUMENT, "%s has a NULL data address", name);
     v->data = 0;
@@ -169,7 +183,7 @@ static ctxkv_status check_alignment(
     const char *name, const struct ctxkv__want *want, const struct ctxkv__view *v) {
     // The CPU reads BF16 and FP32 at any address; int64 arrays and devices need natural alignment.
     bool cuda = want->device && want->device->cuda;
-    int64_t item = item_size(v->type);
+    int64_t item = ctxkv__item_size(v->type);
     if ((!cuda && v->type != CTXKV__I64) || (uintptr_t)v->data % (uintptr_t)item == 0)
         return CTXKV_OK;
     return ctxkv__fail(

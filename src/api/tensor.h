@@ -10,6 +10,10 @@
 #define CTXKV__BF16 1u
 #define CTXKV__FP32 2u
 #define CTXKV__I64 4u
+#define CTXKV__FP16 8u
+#define CTXKV__E4M3 16u
+#define CTXKV__E5M2 32u
+#define CTXKV__U8 64u
 
 #define CTXKV__MAX_DIMS 5
 #define CTXKV__ANY (-1) // any size of a dimension
@@ -30,6 +34,8 @@ struct ctxkv__want {
     bool unit;    // the last stride must be 1
     bool written; // elements may not share addresses
 };
+
+int64_t ctxkv__item_size(unsigned type);
 
 ctxkv_status ctxkv__tensor(
     const DLTensor *tensor, const char *name, const struct ctxkv__want *want,

@@ -46,7 +46,8 @@ static void run_norms(
     struct norms_loop loop = {plan->device->kernels.norms, plan->args};
     const ctxkv_norms_desc *desc = &plan->desc;
     loop.args.hidden.order = ctxkv__norm_order(&desc->hidden, desc->numerics, false, total_rows);
-    loop.args.layer.order = ctxkv__norm_order(&desc->layer, desc->numerics, false, total_rows);
+    loop.args.layer.order =
+        ctxkv__norm_order(&desc->layer, desc->numerics, false, total_rows * plan->out_layers);
     loop.args.x = call->x;
     loop.args.x_row_stride = call->x_row_stride;
     loop.args.out = call->out;
@@ -82,7 +83,7 @@ void ctxkv__cpu_projection(
     loop.args.kv = call->kv;
     loop.args.kv_layer_stride = call->kv_layer_stride;
     loop.args.kv_row_stride = call->kv_row_stride;
-    int64_t units = 2 * loop.args.num_layers * ctxkv__projection_units_per_block(&loop.args);
+    int64_t units = ctxkv__projection_units(&loop.args);
     ctxkv__pool_loop(plan->device->pool, units, 1, projection_part, &loop);
 }
 
@@ -136,7 +137,7 @@ static ctxkv_status check_rows(const struct ctxkv__store_args *args) {
                 "%s of row %" PRId64 " (layer %" PRId64 ") is %" PRId64 ", must be in 0..%" PRId64
                 " (%s)",
                 slot ? "slots" : "positions", t, l, fault.value, fault.limit - 1,
-                slot ? "num_blocks * block_size slots" : "rows of cos_sin");
+                slot ? "num_blocks * block_size slots" : "rows of the cos/sin table");
         }
     }
     return CTXKV_OK;
@@ -154,19 +155,19 @@ static void run_store(
     int64_t row_bytes = 4 * loop.args.num_heads * loop.args.head_dim * loop.args.num_layers;
     loop.args.stream = most >= STREAM_STORE_BYTES / row_bytes;
     loop.parts_per_layer = (most + STORE_ROWS - 1) / STORE_ROWS;
-    pthread_mutex_lock(&plan->run_lock);
+    ctxkv__lock_take(&plan->run_lock);
     loop.faults = plan->worker_faults;
     memset(loop.faults, 0, (size_t)workers * sizeof *loop.faults);
     int64_t parts = loop.args.num_layers * loop.parts_per_layer;
     int64_t grain = most < ALONE_STORE_BYTES / row_bytes ? parts : 1;
     ctxkv__pool_loop(plan->device->pool, parts, grain, store_part, &loop);
-    pthread_mutex_lock(&plan->lock);
+    ctxkv__lock_take(&plan->lock);
     for (int w = 0; w < workers; w++) {
         loop.faults[w].row += row_offset;
         ctxkv__fault_merge(&plan->faults, &loop.faults[w]);
     }
-    pthread_mutex_unlock(&plan->lock);
-    pthread_mutex_unlock(&plan->run_lock);
+    ctxkv__lock_give(&plan->lock);
+    ctxkv__lock_give(&plan->run_lock);
 }
 
 ctxkv_status ctxkv__cpu_store(struct ctxkv_store *plan, const struct ctxkv__store_call *call) {
@@ -188,7 +189,7 @@ static size_t round_up(size_t n) {
 
 void ctxkv__cpu_chain_plan(struct ctxkv_chain *plan) {
     int64_t rows = plan->max_rows < CHAIN_ROWS ? plan->max_rows : CHAIN_ROWS;
-    int64_t columns = 2 * plan->projection->args.block_columns;
+    int64_t columns = plan->projection->args.parts * plan->projection->args.block_columns;
     plan->chunk_rows = rows;
     plan->workspace_size =
         round_up((size_t)(plan->norms->out_layers * rows * plan->norms->desc.hidden_size) * 2) +
@@ -199,7 +200,8 @@ static void run_chunk(
     struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, int64_t first, int64_t rows,
     struct ctxkv__slots *slots, char *workspace) {
     int64_t d = plan->norms->desc.hidden_size, n_layers = plan->norms->out_layers;
-    int64_t columns = 2 * plan->projection->args.block_columns;
+    int64_t half = plan->projection->args.block_columns;
+    int64_t columns = plan->projection->args.parts * half;
     int64_t head_dim = plan->store->desc.head_dim;
     char *kv = workspace + round_up((size_t)(n_layers * plan->chunk_rows * d) * 2);
     const char *x = (const char *)call->x + 2 * first * call->x_row_stride;
@@ -216,7 +218,7 @@ static void run_chunk(
     }
     struct ctxkv__store_call store = {
         .k = kv,
-        .v = kv + columns, // half of a row's columns, two bytes each
+        .v = kv + 2 * half,
         .k_layer_stride = rows * columns,
         .k_row_stride = columns,
         .k_head_stride = head_dim,
@@ -241,13 +243,13 @@ ctxkv_status ctxkv__cpu_chain(struct ctxkv_chain *plan, const struct ctxkv__chai
     struct ctxkv__slots *slots = malloc((size_t)layers * sizeof *slots);
     if (!slots) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the slots of a run");
     bool own = !call->workspace;
-    if (own) pthread_mutex_lock(&plan->lock);
+    if (own) ctxkv__lock_take(&plan->lock);
     for (int64_t first = 0; first < call->rows; first += plan->chunk_rows) {
         int64_t rows =
             call->rows - first < plan->chunk_rows ? call->rows - first : plan->chunk_rows;
         run_chunk(plan, call, first, rows, slots, own ? plan->workspace : call->workspace);
     }
-    if (own) pthread_mutex_unlock(&plan->lock);
+    if (own) ctxkv__lock_give(&plan->lock);
     free(slots);
     return CTXKV_OK;
 }

@@ -139,7 +139,7 @@ ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode
     bool near = plan->projection->desc.hidden_size == 8192 && columns == 512;
     d->most_rows = near ? 48 : CTXKV_DECODE_MAX_ROWS;
     layout(plan, &d->kv_offset, &d->counter_offset);
-    if (plan->store->cos_sin.data && !ctxkv__aligned(plan->store->cos_sin.data, 16))
+    if (plan->store->tables[0].data && !ctxkv__aligned(plan->store->tables[0].data, 16))
         d->flags |= CTXKV_DECODE_TABLE_BY2;
     ctxkv__gpu_settle(gpu);
     ctxkv_status status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_decode_pack);
@@ -223,9 +223,9 @@ static ctxkv_status launch_layers(
         .counters =
             (unsigned *)(void *)(workspace + d->counter_offset) + first * cut->batch_tiles * heads,
         .positions = (const long long *)call->positions,
-        .cos_sin = plan->store->cos_sin.data,
+        .cos_sin = plan->store->tables[0].data,
         .faults = ctxkv__cuda_store_faults_at(plan->store),
-        .max_position = s->rope == CTXKV_ROPE_NONE ? -1 : plan->store->args.max_position,
+        .max_position = s->rope == CTXKV_ROPE_NONE ? -1 : plan->store->tables[0].max_position,
         .x_layer = shared ? 0 : x_layer,
         .kv_layer = call->rows * half,
         .kv_row = half,

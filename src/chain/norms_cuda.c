@@ -236,9 +236,10 @@ static ctxkv_status launch_rms(
     const struct ctxkv_norms *plan, const struct ctxkv__norms_call *call, const ctxkv_norm *norm,
     const char *gain, const struct ctxkv__lines *lines) {
     int64_t n = plan->desc.hidden_size, vectors = n / 8;
+    int64_t together = norm == &plan->desc.layer ? call->rows * plan->out_layers : call->rows;
     bool few =
         norm->kind != CTXKV_NORM_ABSENT &&
-        ctxkv__norm_order(norm, plan->desc.numerics, false, call->rows) == CTXKV__ORDER_RMS_1024;
+        ctxkv__norm_order(norm, plan->desc.numerics, false, together) == CTXKV__ORDER_RMS_1024;
     int64_t most = few ? 1024 : 256, threads = vectors < most ? vectors : most;
     bool by2 = !ctxkv__aligned(call->x, 16) || call->x_row_stride % 8;
     ctxkv_rms_params p = {

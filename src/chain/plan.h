@@ -3,8 +3,7 @@
 #ifndef CTXKV_CHAIN_PLAN_H
 #define CTXKV_CHAIN_PLAN_H
 
-#include <pthread.h>
-
+#include "../api/lock.h"
 #include "../api/tensor.h"
 #include "device.h"
 
@@ -22,7 +21,7 @@ struct ctxkv_norms {
 struct ctxkv_projection {
     ctxkv_device *device;
     ctxkv_projection_desc desc;
-    struct ctxkv__weight_block *blocks; // 2L, on either device
+    struct ctxkv__weight_block *blocks; // L*parts, on either device
     struct ctxkv__view bias_view;       // valid during create only
     struct ctxkv__projection_args args;
     float *bias; // CPU
@@ -32,16 +31,17 @@ struct ctxkv_projection {
 struct ctxkv_store {
     ctxkv_device *device;
     ctxkv_store_desc desc;
-    struct ctxkv__view cos_sin;  // data NULL without RoPE
-    struct ctxkv__view k_weight; // valid during create only
-    struct ctxkv__cache *caches; // L
+    struct ctxkv__table *tables;  // L; data NULL without RoPE
+    struct ctxkv__scales *scales; // L
+    struct ctxkv__view k_weight;  // valid during create only
+    struct ctxkv__cache *caches;  // L
     bool bound;
     struct ctxkv__store_args args;
     float *k_gain; // CPU
-    pthread_mutex_t lock;
+    struct ctxkv__lock lock;
     struct ctxkv__fault_record faults;         // CPU
     struct ctxkv__fault_record *worker_faults; // CPU: one per worker, used under run_lock
-    pthread_mutex_t run_lock;
+    struct ctxkv__lock run_lock;
     void *gpu;
 };
 
@@ -53,7 +53,7 @@ struct ctxkv_chain {
     int64_t max_rows, chunk_rows;
     size_t workspace_size;
     void *workspace; // CPU: the plan's own
-    pthread_mutex_t lock;
+    struct ctxkv__lock lock;
     void *gpu;
 };
 
@@ -102,7 +102,8 @@ ctxkv_status ctxkv__cpu_chain(struct ctxkv_chain *plan, const struct ctxkv__chai
 // Sizes of a CPU chain: rows per chunk and bytes of workspace.
 void ctxkv__cpu_chain_plan(struct ctxkv_chain *plan);
 
-// The order of sums a run of this many rows uses.
+// The order of sums of a norm over this many rows in one call: T for the hidden norm, L*T for the
+// layers' norms.
 enum ctxkv__sum_order ctxkv__norm_order(
     const ctxkv_norm *norm, ctxkv_numerics numerics, bool packed_device, int64_t rows);
 

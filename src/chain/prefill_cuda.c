@@ -31,7 +31,7 @@ static bool suits(const struct ctxkv_chain *plan) {
         const struct ctxkv__weight_block *b = &plan->projection->blocks[i];
         sound = ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0 && b->row_stride > 0;
     }
-    return sound && ctxkv__aligned(plan->store->cos_sin.data, 16) &&
+    return sound && ctxkv__aligned(plan->store->tables[0].data, 16) &&
            plan->device->gpu->arch == 90 && plan->device->gpu->cu->cuTensorMapEncodeTiled;
 }
 
@@ -223,9 +223,9 @@ static ctxkv_status launch_layers(
     p.row_scale = scale;
     p.gains = (const float *)(uintptr_t)f->gains;
     p.positions = (const long long *)call->positions;
-    p.cos_sin = plan->store->cos_sin.data;
+    p.cos_sin = plan->store->tables[0].data;
     p.faults = ctxkv__cuda_store_faults_at(plan->store);
-    p.max_position = plan->store->args.max_position;
+    p.max_position = plan->store->tables[0].max_position;
     p.rows = call->rows;
     p.first_layer = (int)first;
     p.heads = (int)d->num_kv_heads;

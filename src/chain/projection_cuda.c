@@ -15,8 +15,8 @@ struct projection_gpu {
     int64_t layer_stride;
     const struct ctxkv__cublas *cublas; // NULL: not used
     void *handle;
-    CUdeviceptr workspace; // for runs without one of their own
-    pthread_mutex_t lock;  // around the handle's stream and workspace
+    CUdeviceptr workspace;   // for runs without one of their own
+    struct ctxkv__lock lock; // around the handle's stream and workspace
     void *stream_set, *workspace_set;
     size_t bytes;
 };
@@ -107,14 +107,23 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     return status;
 }
 
+static ctxkv_status check_kind(const struct ctxkv_projection *plan) {
+    const ctxkv_projection_desc *d = &plan->desc;
+    if (d->k_only)
+        return ctxkv__fail(CTXKV_UNSUPPORTED, "k_only is %d, must be 0 on a GPU", d->k_only);
+    if (plan->bias_view.data && d->bias_add != CTXKV_BIAS_FUSED)
+        return ctxkv__fail(CTXKV_UNSUPPORTED, "bias_add is AFTER (1), must be FUSED (0) on a GPU");
+    return CTXKV_OK;
+}
+
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     struct ctxkv__gpu_scope scope;
-    ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a projection plan");
+    ctxkv_status status = check_kind(plan);
+    if (!status) status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a projection plan");
     if (status) return status;
     struct projection_gpu *g = plan->gpu = calloc(1, sizeof *g);
     if (!g) status = ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the projection plan");
-    if (g) pthread_mutex_init(&g->lock, 0);
     if (!status) inspect(plan, g);
     if (!status) status = upload_blocks(plan, g);
     if (!status) status = upload_bias(plan, g);
@@ -147,7 +156,7 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
-    pthread_mutex_destroy(&g->lock);
+    ctxkv__lock_destroy(&g->lock);
     free(g);
     plan->gpu = 0;
 }
@@ -183,7 +192,7 @@ static ctxkv_status run_cublas(
     bool one_gemm = g->even && call->x_layer_stride == 0 && call->kv_layer_stride == 2 * half &&
                     g->layer_stride == 2 * half * b[0].row_stride;
     if (!workspace) workspace = (void *)(uintptr_t)g->workspace;
-    pthread_mutex_lock(&g->lock);
+    ctxkv__lock_take(&g->lock);
     int result = 0;
     if (call->stream != g->stream_set || workspace != g->workspace_set) {
         g->workspace_set = 0;
@@ -200,7 +209,7 @@ static ctxkv_status run_cublas(
     else
         for (int64_t i = 0; !result && i < 2 * layers; i++)
             result = gemm(plan, g, call, b[i].data, 0, i % 2 * half, half, i / 2, 1);
-    pthread_mutex_unlock(&g->lock);
+    ctxkv__lock_give(&g->lock);
     return result ? ctxkv__cublas_fail(g->cublas, result, "projecting with cuBLAS") : CTXKV_OK;
 }
 

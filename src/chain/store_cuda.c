@@ -34,16 +34,18 @@ static bool fast_kind(const ctxkv_store_desc *d, enum ctxkv__kernel *kernel) {
 static ctxkv_status make_gain(struct ctxkv_store *plan, struct store_gpu *g) {
     const ctxkv_store_desc *d = &plan->desc;
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
-    if (!plan->k_weight.data) return CTXKV_OK;
+    if (d->k_norm != CTXKV_K_NORM_RMS) return CTXKV_OK;
     size_t bytes = (size_t)(d->num_layers * d->head_dim) * 4;
     float *host = malloc(bytes);
     if (!host) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the K norm's gains");
     ctxkv__gpu_settle(gpu);
     ctxkv_status status = CTXKV_OK;
-    for (int64_t l = 0; !status && l < d->num_layers; l++) {
+    for (int64_t i = 0; i < d->num_layers * d->head_dim; i++) host[i] = 1.0f; // weightless
+    for (int64_t l = 0; !status && plan->k_weight.data && l < d->num_layers; l++) {
         struct ctxkv__view row = plan->k_weight;
         row.data += l * row.stride[0] * (row.type == CTXKV__FP32 ? 4 : 2);
-        status = ctxkv__cuda_gains(gpu, &row, 1, d->head_dim, 0.0f, host + l * d->head_dim);
+        status =
+            ctxkv__cuda_gains(gpu, &row, 1, d->head_dim, d->k_gain_centre, host + l * d->head_dim);
     }
     if (!status) status = ctxkv__gpu_alloc(gpu, bytes, "the K norm's gains", &g->k_gain);
     if (!status) status = ctxkv__gpu_upload(gpu, g->k_gain, host, bytes);
@@ -52,18 +54,40 @@ static ctxkv_status make_gain(struct ctxkv_store *plan, struct store_gpu *g) {
     return status;
 }
 
-static ctxkv_status check_kind(const ctxkv_store_desc *d) {
-    if (d->rope == CTXKV_ROPE_NONE || d->rotary_dim == d->head_dim) return CTXKV_OK;
+static ctxkv_status only(bool good, const char *name, int64_t was, const char *must) {
+    if (good) return CTXKV_OK;
     return ctxkv__fail(
-        CTXKV_UNSUPPORTED, "rotary_dim is %" PRId64 ", must be head_dim (%" PRId64 ") on a GPU",
-        d->rotary_dim, d->head_dim);
+        CTXKV_UNSUPPORTED, "%s is %" PRId64 ", must be %s on a GPU", name, was, must);
+}
+
+static ctxkv_status check_kind(const struct ctxkv_store *plan) {
+    const ctxkv_store_desc *d = &plan->desc;
+    ctxkv_status status = CTXKV_OK;
+    if (d->rope != CTXKV_ROPE_NONE) {
+        status =
+            only(d->layer_cos_sin_count == 0, "layer_cos_sin_count", d->layer_cos_sin_count, "0");
+        if (!status)
+            status = only(d->rotary_dim == d->head_dim, "rotary_dim", d->rotary_dim, "head_dim");
+        if (!status && plan->args.table_type != CTXKV__TABLE_BF16)
+            status = ctxkv__fail(CTXKV_UNSUPPORTED, "cos_sin is not BF16, must be BF16 on a GPU");
+    }
+    if (!status)
+        status = only(
+            d->cache_type == CTXKV_CACHE_BF16, "cache_type", (int64_t)d->cache_type, "BF16 (0)");
+    if (!status)
+        status = only(d->v_norm == CTXKV_V_NORM_ABSENT, "v_norm", (int64_t)d->v_norm, "ABSENT (0)");
+    if (!status) status = only(!d->v_from_k, "v_from_k", d->v_from_k, "0");
+    if (!status && d->v_scale != 0)
+        status =
+            ctxkv__fail(CTXKV_UNSUPPORTED, "v_scale is %g, must be 0 on a GPU", (double)d->v_scale);
+    return status;
 }
 
 ctxkv_status ctxkv__cuda_store_create(struct ctxkv_store *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const ctxkv_store_desc *d = &plan->desc;
     struct ctxkv__gpu_scope scope;
-    ctxkv_status status = check_kind(d);
+    ctxkv_status status = check_kind(plan);
     if (!status) status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a store plan");
     if (status) return status;
     static const ctxkv_fault_record none;
@@ -79,7 +103,7 @@ ctxkv_status ctxkv__cuda_store_create(struct ctxkv_store *plan) {
                         : d->head_dim == 128 ? CTXKV__KERNEL_store_any_128
                         : d->head_dim == 256 ? CTXKV__KERNEL_store_any_256
                                              : CTXKV__KERNEL_store_any_512;
-        if (plan->cos_sin.data && !ctxkv__aligned(plan->cos_sin.data, 16))
+        if (plan->tables[0].data && !ctxkv__aligned(plan->tables[0].data, 16))
             g->flags |= CTXKV_STORE_TABLE_BY2;
         status = ctxkv__gpu_kernel(gpu, g->any_kernel);
     }
@@ -217,8 +241,8 @@ static ctxkv_store_common common(
         .v_row = call->v_row_stride / unit,
         .v_head = call->v_head_stride / unit,
         .positions = (const long long *)call->positions,
-        .cos_sin = plan->cos_sin.data,
-        .max_position = d->rope == CTXKV_ROPE_NONE ? -1 : plan->args.max_position,
+        .cos_sin = plan->tables[0].data,
+        .max_position = d->rope == CTXKV_ROPE_NONE ? -1 : plan->tables[0].max_position,
         .faults = (ctxkv_fault_record *)(uintptr_t)g->faults,
         .heads = (int)d->num_kv_heads,
         .rope = (unsigned)d->rope,
@@ -310,12 +334,12 @@ ctxkv_status ctxkv__cuda_store_faults(
     static const ctxkv_fault_record none;
     ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "reading the faults");
     if (status) return status;
-    pthread_mutex_lock(&plan->lock);
+    ctxkv__lock_take(&plan->lock);
     CUresult result = gpu->cu->cuCtxSynchronize();
     if (result) status = ctxkv__cu_fail(gpu->cu, result, "waiting for the device");
     if (!status) status = ctxkv__gpu_download(gpu, &found, g->faults, sizeof found);
     if (!status && found.count) status = ctxkv__gpu_upload(gpu, g->faults, &none, sizeof none);
-    pthread_mutex_unlock(&plan->lock);
+    ctxkv__lock_give(&plan->lock);
     ctxkv__gpu_leave(gpu, &scope);
     if (status || !found.count) return status;
     *record = (struct ctxkv__fault_record){
@@ -324,7 +348,7 @@ ctxkv_status ctxkv__cuda_store_faults(
         .layer = found.layer,
         .row = found.row,
         .value = found.value,
-        .limit = plan->args.max_position,
+        .limit = plan->tables[found.layer].max_position,
     };
     const struct ctxkv__cache *c = &plan->caches[found.layer];
     if (record->kind == CTXKV__FAULT_SLOT) record->limit = c->num_blocks * c->block_size;

@@ -145,4 +145,16 @@ typedef struct {
     ctxkv_store_layer layer[CTXKV_STORE_MANY];
 } ctxkv_store_any;
 
+// ---- floors, measured by ctxkv bench ----
+#define CTXKV_FLOOR_THREADS 256
+// Multiply-adds of a block in one step of the products: two warpgroups' m64n256k16.
+#define CTXKV_FLOOR_MACS (2 * 64 * 256 * 16)
+
+typedef struct {
+    const void *from;
+    void *to;          // read: 16 bytes, hardly ever written
+    long long vectors; // of 16 bytes
+    int steps;         // products
+} ctxkv_floor_params;
+
 #endif

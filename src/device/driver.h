@@ -21,6 +21,9 @@
 #undef cuThreadExchangeStreamCaptureMode
 #undef cuLaunchKernelEx
 #undef cuCtxGetDevice
+#undef cuStreamBeginCapture
+#undef cuEventElapsedTime
+#undef cuEventDestroy
 
 #include "../api/error.h"
 

@@ -47,6 +47,50 @@ float ctxkv__rsqrt_ftz(float x) {
     return rsqrt_any(x, 1);
 }
 
+// ---- narrow formats --------------------------------------------------------------------------
+// |x| (not NaN) as a code of exponent field and mantissa, rounded to nearest even, not yet bounded:
+// codes of one format are in the order of their values.
+static uint32_t narrow(uint32_t magnitude, int mantissa_bits, int least_exponent) {
+    int field = (int)(magnitude >> 23), exponent = (field ? field : 1) - 127;
+    uint32_t significand = (magnitude & 0x7FFFFFu) | (field ? 0x800000u : 0);
+    int shift = 23 - mantissa_bits, below = least_exponent - exponent;
+    if (below > 0) shift += below;
+    if (shift > 25) return 0;
+    uint32_t half = 1u << (shift - 1), odd = (significand >> shift) & 1u;
+    uint32_t rounded = (significand + half - 1 + odd) >> shift;
+    return below > 0 ? rounded : ((uint32_t)-below << mantissa_bits) + rounded;
+}
+
+uint16_t ctxkv__to_fp16(float x) {
+    uint32_t b = ctxkv__bits(x), magnitude = b & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return 0x7FFF;
+    uint32_t code = narrow(magnitude, 10, -14);
+    return (uint16_t)((b >> 31 << 15) | (code < 0x7C00u ? code : 0x7C00u));
+}
+
+float ctxkv__from_fp16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h >> 15) << 31, field = (h >> 10) & 31u, mantissa = h & 0x3FFu;
+    if (field == 31) return ctxkv__float(sign | 0x7F800000u | mantissa << 13);
+    if (field) return ctxkv__float(sign | (field + 112) << 23 | mantissa << 13);
+    float tiny = (float)mantissa * 0x1p-24f;
+    return ctxkv__float(sign | ctxkv__bits(tiny));
+}
+
+static uint8_t to_fp8(float x, int mantissa_bits, int least_exponent, uint32_t most) {
+    uint32_t b = ctxkv__bits(x), magnitude = b & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return 0x7F;
+    uint32_t code = narrow(magnitude, mantissa_bits, least_exponent);
+    return (uint8_t)((b >> 31 << 7) | (code < most ? code : most));
+}
+
+uint8_t ctxkv__to_e4m3(float x) {
+    return to_fp8(x, 3, -6, 0x7E);
+}
+
+uint8_t ctxkv__to_e5m2(float x) {
+    return to_fp8(x, 2, -14, 0x7B);
+}
+
 // ---- mma16 -----------------------------------------------------------------------------------
 // A finite term is significand * 2^(exponent - point), point = 14 for products and 23 for acc.
 struct term {

@@ -47,6 +47,23 @@ static inline void ctxkv__store16(void *p, int64_t i, uint16_t h) {
     memcpy((char *)p + 2 * i, &h, 2);
 }
 
+static inline float ctxkv__load_float(const void *p, int64_t i) {
+    uint32_t b;
+    memcpy(&b, (const char *)p + 4 * i, 4);
+    return ctxkv__float(b);
+}
+
+static inline float ctxkv__round_bf16(float x) {
+    return ctxkv__from_bf16(ctxkv__to_bf16(x));
+}
+
+// FP16 and FP8, to nearest even; NaN to 0x7FFF and 0x7F. FP16 overflows to infinity, FP8 saturates
+// (infinities too), as cvt.rn.satfinite does.
+uint16_t ctxkv__to_fp16(float x);
+float ctxkv__from_fp16(uint16_t h);
+uint8_t ctxkv__to_e4m3(float x);
+uint8_t ctxkv__to_e5m2(float x);
+
 #define CTXKV__NAN_BITS 0x7FFFFFFFu
 
 float ctxkv__rsqrt(float x);     // rsqrt.approx.f32

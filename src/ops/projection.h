@@ -3,6 +3,7 @@
 #ifndef CTXKV_OPS_PROJECTION_H
 #define CTXKV_OPS_PROJECTION_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,13 +16,16 @@ struct ctxkv__weight_block {
 struct ctxkv__projection_args {
     int64_t hidden_size;   // K, a multiple of 16
     int64_t num_layers;    // L
-    int64_t block_columns; // H*head_dim; block 2l holds layer l's K rows, 2l + 1 its V rows
-    const struct ctxkv__weight_block *blocks; // 2L
-    const float *bias;                        // [L, 2*block_columns] or NULL
-    int64_t rows;                             // T
-    const void *x;                            // BF16, any byte alignment
-    int64_t x_layer_stride, x_row_stride;     // layer stride 0: one input for all layers
-    void *kv;                                 // BF16; column n of layer l, row t
+    int64_t parts;         // 2: K and V; 1: K only
+    int64_t block_columns; // H*head_dim
+    // L*parts: block parts*l holds layer l's K rows, the next one its V rows.
+    const struct ctxkv__weight_block *blocks;
+    const float *bias;                    // [L, parts*block_columns] or NULL
+    bool round_first;                     // the bias is added to the rounded accumulator
+    int64_t rows;                         // T
+    const void *x;                        // BF16, any byte alignment
+    int64_t x_layer_stride, x_row_stride; // layer stride 0: one input for all layers
+    void *kv;                             // BF16; column n of layer l, row t
     int64_t kv_layer_stride, kv_row_stride;
 };
 
@@ -33,6 +37,10 @@ struct ctxkv__projection_args {
 #define CTXKV__UNIT_COLUMNS 32
 static inline int64_t ctxkv__projection_units_per_block(const struct ctxkv__projection_args *a) {
     return (a->block_columns + CTXKV__UNIT_COLUMNS - 1) / CTXKV__UNIT_COLUMNS;
+}
+
+static inline int64_t ctxkv__projection_units(const struct ctxkv__projection_args *a) {
+    return a->parts * a->num_layers * ctxkv__projection_units_per_block(a);
 }
 
 // Units [begin, end), all rows. No allocation, no globals.

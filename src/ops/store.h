@@ -6,16 +6,36 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "numerics.h"
+
 enum ctxkv__k_norm_kind { CTXKV__K_PLAIN, CTXKV__K_RMS, CTXKV__K_ABSENT };
 enum ctxkv__rope_kind { CTXKV__ROPE_NONE, CTXKV__ROPE_GPTJ, CTXKV__ROPE_NEOX };
+enum ctxkv__float_type { CTXKV__TABLE_BF16, CTXKV__TABLE_FP16, CTXKV__TABLE_FP32 };
+enum ctxkv__cache_kind {
+    CTXKV__CACHE_BF16,
+    CTXKV__CACHE_FP16,
+    CTXKV__CACHE_E4M3,
+    CTXKV__CACHE_E5M2
+};
 enum ctxkv__fault { CTXKV__FAULT_NONE, CTXKV__FAULT_SLOT, CTXKV__FAULT_POSITION };
 
-// One layer's cache: BF16 views [num_blocks, block_size, H, head_dim], strides in elements.
+// One layer's cache: views [num_blocks, block_size, H, head_dim], strides in elements.
 struct ctxkv__cache {
     void *k, *v;
     int64_t k_block_stride, k_page_stride, k_head_stride;
     int64_t v_block_stride, v_page_stride, v_head_stride;
     int64_t num_blocks, block_size;
+};
+
+// One layer's cos/sin table: [max_position, rotary_dim], cos, then sin.
+struct ctxkv__table {
+    const void *data;
+    int64_t max_position, rotary_dim;
+};
+
+// One layer's FP8 scales, an FP32 value each; NULL: 1.
+struct ctxkv__scales {
+    const void *k, *v;
 };
 
 struct ctxkv__slots {
@@ -27,19 +47,30 @@ struct ctxkv__store_args {
     int64_t num_layers, num_heads, head_dim;
     enum ctxkv__k_norm_kind k_norm;
     float k_eps;
-    const float *k_gain; // RMS: [L, head_dim]
+    const float *k_gain;  // RMS: [L, head_dim]; NULL: weightless
+    bool v_norm;          // weightless rms_norm of V
+    float v_eps, v_scale; // v_scale 0: none
+    bool v_from_k;        // V is made of raw K; v is not read
     enum ctxkv__rope_kind rope;
-    int64_t rotary_dim;
-    const void *cos_sin; // BF16 [max_position, rotary_dim]: cos, then sin
-    int64_t max_position;
+    enum ctxkv__float_type table_type;
+    const struct ctxkv__table *tables; // L, with RoPE
     const int64_t *positions;
     const void *k, *v; // BF16; layer, row, head strides in elements
     int64_t k_layer_stride, k_row_stride, k_head_stride;
     int64_t v_layer_stride, v_row_stride, v_head_stride;
-    const struct ctxkv__cache *caches; // L
-    const struct ctxkv__slots *slots;  // L
+    enum ctxkv__cache_kind cache_kind;
+    const struct ctxkv__scales *scales; // L
+    const struct ctxkv__cache *caches;  // L
+    const struct ctxkv__slots *slots;   // L
     bool stream; // a hint: much is stored, so it need not pass through the caches
 };
+
+// Value i of a cos/sin table.
+static inline float ctxkv__cache_scale(const void *scale) {
+    return scale ? ctxkv__load_float(scale, 0) : 1.0f;
+}
+
+float ctxkv__table_value(const void *table, enum ctxkv__float_type type, int64_t i);
 
 // What a run skipped: the number of (layer, row) pairs and the smallest of them.
 struct ctxkv__fault_record {

@@ -49,7 +49,7 @@ static void report(const struct line *line, double copied) {
     const struct timing *t = &line->timing;
     double rate = t->bytes / line->best;
     printf(
-        "%-7s %-26s %10.1f us %7.2f GB/s %5.0f %% of copy",
+        "%-7s %-36s %10.1f us %7.2f GB/s %5.0f %% of copy",
         line->kernels ? ctxkv__cpu_tier_name(line->kernels->tier) : "", t->name, line->best * 1e6,
         rate * 1e-9, 100 * rate / copied);
     if (t->macs > 0) printf(" %7.2f GMAC/s", t->macs / line->best * 1e-9);
@@ -70,7 +70,7 @@ int bench_run(
             struct timing list[8];
             if (!passed[i][o]) {
                 printf(
-                    "%-7s %-26s not timed: it did not pass\n", ctxkv__cpu_tier_name(tiers[i].tier),
+                    "%-7s %-36s not timed: it did not pass\n", ctxkv__cpu_tier_name(tiers[i].tier),
                     ops[o]->name);
                 continue;
             }

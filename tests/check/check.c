@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ctxkv_check: every op of every CPU tier against the scalar truth by bytes; --bench times them.
+// ctxkv_check: every op of every CPU tier, or of a device's plans, against the scalar truth by
+// bytes;
+// --bench times the tiers.
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -10,17 +12,22 @@
 #include <time.h>
 
 #define SKIPPED 77
-#define OPS 3
+#define OPS 4
 #define TIERS 3
 #define SCALAR_TIER 1u
 
-static const struct op *const ops[OPS] = {&check_norms, &check_projection, &check_store};
+static const struct op *const ops[OPS] = {
+    &check_norms, &check_projection, &check_store, &check_chain};
 static const char usage[] =
-    "usage: ctxkv_check [--tier scalar|avx2|avx512] [--op norms|projection|store] [--seed N]\n"
-    "                   [--cases N] [--case N] [--bench [SECONDS]]\n"
+    "usage: ctxkv_check [--tier scalar|avx2|avx512|cpu|cuda:N] [--op "
+    "norms|projection|store|chain]\n"
+    "                   [--seed N] [--cases N] [--case N] [--bench [SECONDS]]\n"
     "Compares each tier with the scalar truth; CTXKV_CPU_MASK names the highest tier, --tier the\n"
-    "only one. --case repeats one case of a seed. Exit status: 1 a case failed, 77 the CPU lacks\n"
-    "the tier.\n";
+    "only one. cpu and cuda:N are devices: their plans do the cases, and whole chains are "
+    "compared\n"
+    "with the CPU's. --case repeats one case of a seed. Exit status: 1 a case failed, 77 the "
+    "machine\n"
+    "lacks the tier.\n";
 
 struct options {
     const char *tier, *op;
@@ -49,29 +56,40 @@ void check_fail(struct check *c, const char *format, ...) {
     va_end(args);
 }
 
-static bool run_case(const struct ctxkv__kernels *tier, size_t op, uint64_t seed, long number) {
-    struct check c = {.kernels = *tier};
+// What is under test: a CPU tier's kernels, or a device.
+struct tier {
+    struct ctxkv__kernels kernels;
+    ctxkv_device *device;
+    const char *name;
+};
+
+static bool run_case(const struct tier *tier, size_t op, uint64_t seed, long number) {
+    struct check c = {.kernels = tier->kernels, .device = tier->device, .number = number};
+    if (tier->device && !strncmp(tier->name, "cuda", 4)) {
+        c.on_gpu = true;
+        c.ordinal = tier->name[4] ? atoi(tier->name + 5) : 0;
+    }
     c.state = check_mix(check_mix(seed, op), (uint64_t)number);
     ops[op]->one_case(&c);
     if (c.failed)
         printf(
-            "FAILED %s %s --seed %llu --case %ld\n    %s\n", ctxkv__cpu_tier_name(tier->tier),
-            ops[op]->name, (unsigned long long)seed, number, c.told);
+            "FAILED %s %s --seed %llu --case %ld\n    %s\n", tier->name, ops[op]->name,
+            (unsigned long long)seed, number, c.told);
     return !c.failed;
 }
 
 // Prints one line and returns the number of cases that failed.
-static long run_op(
-    const struct ctxkv__kernels *tier, size_t op, const struct options *o, long *passed) {
-    long ran = 0, failed = 0;
-    for (long i = 0; i < o->cases; i++) {
+static long run_op(const struct tier *tier, size_t op, const struct options *o, long *passed) {
+    long ran = 0, failed = 0, cases = o->cases;
+    if (ops[op]->cases && cases > ops[op]->cases) cases = ops[op]->cases;
+    for (long i = 0; i < cases; i++) {
         if (o->only >= 0 && i != o->only) continue;
         ran++;
         if (!run_case(tier, op, o->seed, i)) failed++;
     }
     printf(
-        "%-7s %-10s %ld of %ld cases equal the truth\n", ctxkv__cpu_tier_name(tier->tier),
-        ops[op]->name, ran - failed, ran);
+        "%-7s %-10s %ld of %ld cases equal the truth\n", tier->name, ops[op]->name, ran - failed,
+        ran);
     fflush(stdout);
     *passed += ran - failed;
     return failed;
@@ -122,16 +140,32 @@ static struct options parse(int argc, char **argv) {
     return o;
 }
 
-// Tiers of this CPU, lowest first, up to the mask's highest.
-static size_t find_tiers(const struct options *o, struct ctxkv__kernels tiers[TIERS]) {
+// The device that --tier names; NULL for any other name. Ends the process when it is not there.
+static ctxkv_device *find_device(const char *name) {
+    ctxkv_device *device = 0;
+    if (!name || (strncmp(name, "cuda", 4) != 0 && strcmp(name, "cpu") != 0)) return 0;
+    if (!ctxkv_device_open(name, 0, &device)) return device;
+    printf("SKIPPED: no %s: %s\n0 passed, 0 failed\n", name, ctxkv_last_error());
+    exit(SKIPPED);
+}
+
+// Tiers of this CPU, lowest first, up to the mask's highest; or the one device.
+static size_t find_tiers(const struct options *o, struct tier tiers[TIERS]) {
     const char *mask = getenv("CTXKV_CPU_MASK");
     unsigned found = ctxkv__cpu_found(), known = 0;
     size_t count = 0;
+    if ((tiers[0].device = find_device(o->tier))) {
+        tiers[0].name = o->tier;
+        return 1;
+    }
     for (unsigned tier = SCALAR_TIER; tier < 1u << TIERS; tier *= 2) {
         const char *name = ctxkv__cpu_tier_name(tier);
         bool wanted = !o->tier || !strcmp(o->tier, name);
         known |= !o->tier || wanted;
-        if ((found & tier) && wanted) ctxkv__kernels_init(&tiers[count++], tier * 2 - 1);
+        if ((found & tier) && wanted) {
+            ctxkv__kernels_init(&tiers[count].kernels, tier * 2 - 1);
+            tiers[count++].name = name;
+        }
         if (mask && !strcmp(mask, name)) break;
     }
     if (!known) {
@@ -141,9 +175,19 @@ static size_t find_tiers(const struct options *o, struct ctxkv__kernels tiers[TI
     return count;
 }
 
+static void bench(const struct tier *tiers, const bool (*fine)[OPS], size_t count, double seconds) {
+    struct ctxkv__kernels kernels[TIERS];
+    bool passed[TIERS][3];
+    for (size_t i = 0; i < count; i++) {
+        kernels[i] = tiers[i].kernels;
+        memcpy(passed[i], fine[i], sizeof passed[i]);
+    }
+    bench_run(kernels, (const bool(*)[3])passed, count, ops, 3, seconds);
+}
+
 int main(int argc, char **argv) {
     struct options o = parse(argc, argv);
-    struct ctxkv__kernels tiers[TIERS];
+    struct tier tiers[TIERS] = {{{0}, 0, 0}};
     bool fine[TIERS][OPS] = {{false}};
     size_t count = find_tiers(&o, tiers);
     long passed = 0, failed = 0;
@@ -155,11 +199,14 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < count; i++)
         for (size_t op = 0; op < OPS; op++) {
             if (o.op && strcmp(o.op, ops[op]->name) != 0) continue;
+            if (ops[op]->cases && !tiers[i].device) continue; // whole chains are a device's
             long before = passed, wrong = run_op(&tiers[i], op, &o, &passed);
             failed += wrong;
             fine[i][op] = wrong == 0 && passed > before;
         }
-    if (o.bench) bench_run(tiers, fine, count, ops, OPS, o.seconds);
+    if (o.bench && !tiers[0].device) bench(tiers, fine, count, o.seconds);
     printf("%ld passed, %ld failed\n", passed, failed);
+    if (tiers[0].device) check_chain_end();
+    ctxkv_device_close(tiers[0].device);
     return failed || !passed;
 }

@@ -8,10 +8,16 @@
 #include <stdint.h>
 
 #include "../../src/cpu/cpu.h"
+#include "ctxkv/ctxkv.h"
 
-// One case of one op on one tier. The random stream depends on seed, op and case, not on the tier.
+// One case of one op on one tier. The random stream depends on seed, op, case and whether the tier
+// is the kernels of a CPU or a device with its plans, which take fewer shapes and more rows.
 struct check {
-    struct ctxkv__kernels kernels; // under test
+    struct ctxkv__kernels kernels; // under test, unless
+    ctxkv_device *device;          // this is
+    bool on_gpu;
+    int ordinal;
+    long number; // of the case
     uint64_t state;
     bool failed;
     char told[512]; // what the case was, then what was wrong
@@ -75,9 +81,11 @@ struct op {
     void (*one_case)(struct check *c);
     // The op's timings, at most max; operands are made on the first call and kept.
     size_t (*timings)(struct timing *list, size_t max);
+    long cases; // how many there are, by number, and of devices alone; 0: any number, at random
 };
 
-extern const struct op check_norms, check_projection, check_store;
+extern const struct op check_norms, check_projection, check_store, check_chain;
+void check_chain_end(void); // frees what its cases shared
 
 int bench_run(
     const struct ctxkv__kernels *tiers, const bool (*passed)[3], size_t tier_count,

@@ -73,6 +73,7 @@ static void fill_guard(uint8_t *p, size_t bytes) {
 }
 
 struct area area_new(struct check *c, size_t bytes, size_t align) {
+    if (c->on_gpu && align < 2) align = 2; // a GPU's tensors lie on whole elements
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     size_t inner = (bytes + 256 + page - 1) / page * page;
     uint8_t *all =

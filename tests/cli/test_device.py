@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from helpers import BIN, caches, ok, ones_context, heads_model, refused, run_args, write_model
+from helpers import BIN, caches, cli, ok, ones_context, heads_model, refused, run_args, write_model
 
 FAKE = os.path.abspath(os.path.join(os.path.dirname(BIN), "..", "..", "tests", "fakecuda", "new"))
 ENV = {"LD_LIBRARY_PATH": FAKE}
@@ -46,6 +46,40 @@ def test_run_on_the_gpu(tmp_path):
 def test_rope_table_goes_to_the_gpu(tmp_path):
     model = write_model(tmp_path / "m", 1, 1, config={"use_rope": True})
     ok(*gpu_args(model, ones_context(tmp_path / "c", 3), tmp_path / "o"), env=ENV)
+
+
+def bench_args(*more):
+    args = ("--heads", 1, "--layers", 2, "--rows", "4,64", "--seconds", 0.01)
+    return ("bench", "--device", "cuda:0", "--projection", "exact", *args, *more)
+
+
+def test_bench_replays_graphs(tmp_path):
+    """A replay takes the fake driver a millisecond a launch, so every figure is known."""
+    path = tmp_path / "b.json"
+    text = ok(*bench_args("--no-check", "--json", path), env=ENV)
+    assert "bits not compared" in text and "empty kernel 1000.00 us" in text
+    data = json.loads(path.read_text())
+    assert data["device"] == "cuda" and data["checked"] is False
+    assert data["empty_kernel_us"] == 1000
+    # 64 MiB in a millisecond; a copy reads and writes them.
+    assert data["read_gb_s"] == pytest.approx(67.108864, rel=1e-6)
+    assert data["copy_gb_s"] == pytest.approx(134.217728, rel=1e-6)
+    launches = {"norms": 1, "projection": 1, "store": 1, "chain": 2}
+    for r in data["results"]:
+        assert r["median_us"] == r["p10_us"] == r["p90_us"] == 1000 * launches[r["op"]]
+        # Rows of a call rotate past 64 MiB of cache (norms: x and out; kv).
+        a_set = r["rows"] * 2 * (3 * 8192 + 2 * 128)
+        assert r["graph_calls"] == (64 << 20) // a_set + 1
+
+
+def test_bench_times_no_wrong_bits():
+    """The fake's kernels leave the caches as they were; a GPU without graphs cannot be timed."""
+    done = cli(*bench_args(), env=ENV)
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1
+    assert b"differs from the" in done.stderr and b"layer 0, row 0" in done.stderr
+    assert b"norms" not in done.stdout
+    done = cli(*bench_args("--no-check"), env={**ENV, "FAKECUDA": "without=cuGraphLaunch"})
+    assert done.returncode == 2 and b"cannot record" in done.stderr
 
 
 def test_gpu_errors_are_one_line(tmp_path):

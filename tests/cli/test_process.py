@@ -89,14 +89,10 @@ def test_failed_write_leaves_nothing(tmp_path):
     assert os.listdir(folder) == []
 
 
-def test_progress_bar_only_on_a_terminal(tmp_path):
-    model = heads_model(tmp_path / "m", 1)
-    context = ones_context(tmp_path / "c", 1)
-    args = [BIN, *map(str, run_args(model, context, tmp_path / "o", "--num-blocks", 3000))]
-    done = cli(*args[1:])
-    assert done.returncode == 0 and done.stderr == b""
+def on_terminal(command):
+    """Exit status, stdout (a pipe) and what came to the terminal that is its stderr."""
     main, other = pty.openpty()
-    process = subprocess.Popen(args, stderr=other, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, stderr=other, stdout=subprocess.PIPE)
     out = process.communicate()[0]
     os.close(other)
     shown = b""
@@ -106,8 +102,25 @@ def test_progress_bar_only_on_a_terminal(tmp_path):
     except OSError:
         pass
     os.close(main)
-    assert process.returncode == 0 and b"writing" in shown and b"%" in shown
+    return process.returncode, out, shown
+
+
+def test_progress_bar_only_on_a_terminal(tmp_path):
+    model = heads_model(tmp_path / "m", 1)
+    context = ones_context(tmp_path / "c", 1)
+    args = [BIN, *map(str, run_args(model, context, tmp_path / "o", "--num-blocks", 3000))]
+    done = cli(*args[1:])
+    assert done.returncode == 0 and done.stderr == b""
+    status, out, shown = on_terminal(args)
+    assert status == 0 and b"writing" in shown and b"%" in shown
     assert shown.endswith(b"\x1b[K") and b"\r" not in out
+
+
+def test_bench_draws_a_bar_on_a_terminal(tmp_path):
+    command = [BIN, "bench", "--device", "cpu", "--heads", "1", "--layers", "1", "--rows", "1"]
+    status, out, shown = on_terminal([*command, "--seconds", "0.1"])
+    assert status == 0 and b"projection" in shown and b"%" in shown
+    assert b"\r" not in out and out.count(b"\n") == 7
 
 
 # ---- selftest and bench
@@ -118,6 +131,15 @@ def golden_part(folder, table, rows):
     lines = open(os.path.join(GOLDEN, table)).read().splitlines()
     (folder / table).write_text("\n".join(lines[: 1 + rows]) + "\n")
     return lines
+
+
+def test_selftest_uses_the_projection_asked_for(tmp_path):
+    golden_part(tmp_path, "chain.csv", 1)
+    run = ("selftest", "--device", "cpu", "--golden", tmp_path, "--projection")
+    assert ok(*run, "exact").splitlines()[-1] == ok(*run, "auto").splitlines()[-1]
+    # No CPU has cuBLAS: a command that took the option and did not use it would pass here.
+    text = ok(*run, "cublas", code=1)
+    assert "mode is CUBLAS on a CPU device" in text and " 0 failed" not in text.splitlines()[-1]
 
 
 def test_selftest_counts(tmp_path):
@@ -171,14 +193,37 @@ def test_bench_reports_and_compares(tmp_path):
         assert 0 < r["p10_us"] <= r["median_us"] <= r["p90_us"] and r["samples"] >= 3
         assert (r["gmac_s"] > 0) == (r["op"] in ("projection", "chain")) and r["gb_s"] > 0
         assert abs(r["copy_share"] - r["gb_s"] / data["copy_gb_s"]) < 1e-3
+        moved = r["gb_s"] * r["median_us"] / max(data["copy_gb_s"], data["read_gb_s"])
+        counted = r["gmac_s"] * r["median_us"] / data["gmac_s"]
+        assert abs(r["floor_us"] / max(moved, counted) - 1) < 1e-3 and r["graph_calls"] == 0
+    assert data["checked"] is True and data["empty_kernel_us"] == 0
     lines = ok(*run, "--csv", "--compare", path, "--tolerance", 100).splitlines()
     assert len(lines) == 9 and all(float(line.rsplit(",", 1)[1]) > 0 for line in lines[1:])
     for r in data["results"]:
         r["median_us"] /= 1000
     path.write_text(json.dumps(data))
-    assert "slower" in ok(*run, "--compare", path, code=1)
+    told = ok(*run, "--compare", path, code=1)
+    assert "8 of 8 measurements slower" in told and "another machine" not in told
+    path.write_text(json.dumps({**data, "name": "abacus"}))
+    assert "of another machine: abacus" in ok(*run, "--compare", path, code=1)
     path.write_text(json.dumps({"results": []}))
     done = cli(*run, "--compare", path)
     assert done.returncode == 2 and b"none of these" in done.stderr
     path.write_text("{}")
     refused(*run, "--compare", path, words=["--compare", path])
+
+
+def test_bench_takes_the_shape_of_a_draft(tmp_path):
+    model = tmp_path / "m"
+    ok("synth", model, "--kv-heads", 2, "--layers", 3, "--rows", 1)
+    path = tmp_path / "b.json"
+    run = ["bench", "--device", "cpu", "--model", model, "--rows", 1, "--seconds", 0.001]
+    ok(*run, "--json", path, "--no-check")
+    data = json.loads(path.read_text())
+    assert data["checked"] is False and data["family"] == "muse"
+    shapes = {(r["heads"], r["layers"], r["hidden_size"], r["head_dim"]) for r in data["results"]}
+    assert shapes == {(2, 3, 8192, 64)}
+    ok(*run, "--json", path, "--heads", 1)
+    assert {r["heads"] for r in json.loads(path.read_text())["results"]} == {1}
+    refused(*run, "--layers", 3, words=["--model", "--layers"])
+    refused("bench", "--model", tmp_path, words=["--model", "config.json"])

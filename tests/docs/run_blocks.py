@@ -4,8 +4,9 @@
 PATH, python with the package importable, c as a program against the built library.
 
 usage: run_blocks.py BUILD_FOLDER [FILE.md ...]
-A block is left out only by a line "<!-- not run: REASON -->" right above it; those are listed.
-Blocks of one file share a folder, in order. Last line: N passed, N failed.
+A block is left out only by a line "<!-- not run: REASON -->" right above it, and REASON names the file
+in tests/ or scripts/ that does the same; those are listed. Every other fence must be one of the
+languages above, or text. Blocks of one file share a folder, in order. Last line: N passed, N failed.
 """
 import os
 import re
@@ -15,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})", re.M)
+INSTEAD = re.compile(r"(?:tests|scripts)/[\w/.-]+\w")
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>.+?) -->\n)?^```(?P<lang>\w*)\n(?P<body>.*?)^```$", re.S | re.M)
 
 
@@ -33,14 +36,25 @@ def command(lang, body, folder, build):
 
 def run_file(path, build, env):
     passed = failed = 0
+    text = path.read_text()
+    blocks = list(BLOCK.finditer(text))
+    fences = len(FENCE.findall(text))
+    if fences != 2 * len(blocks):
+        print(f"FAILED: {path.relative_to(ROOT)}: {fences} fences, but {len(blocks)} blocks were read")
+        failed += 1
     with tempfile.TemporaryDirectory() as folder:
-        for i, block in enumerate(BLOCK.finditer(path.read_text())):
+        for i, block in enumerate(blocks):
             name = f"{path.relative_to(ROOT)} block {i + 1} ({block['lang'] or 'text'})"
             if block["why"]:
-                print(f"left out: {name}: {block['why']}")
+                instead = INSTEAD.search(block["why"])
+                known = instead is not None and (ROOT / instead[0]).exists()
+                failed += not known
+                print(f"left out: {name}: {block['why']}" + ("" if known else " (FAILED: no such)"))
                 continue
             argv = command(block["lang"], block["body"], Path(folder), build)
             if argv is None:
+                failed += block["lang"] != "text"
+                print(f"{'text' if block['lang'] == 'text' else 'FAILED: not run'}: {name}")
                 continue
             done = subprocess.run(argv, cwd=folder, env=env, text=True, stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, timeout=600)
@@ -55,7 +69,8 @@ def run_file(path, build, env):
 def main():
     build = Path(sys.argv[1]).resolve()
     files = [Path(f).resolve() for f in sys.argv[2:]] or [
-        ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+        *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md"))]
     env = dict(os.environ)
     env["PATH"] = f"{build}/tools/ctxkv:{build}/tests/check:{env['PATH']}"
     env["CTXKV_LIBRARY"] = str(build / "libctxkv.so")

@@ -26,7 +26,8 @@ void fake_reset(void) {
 
 bool fake_clean(void) {
     return !fake.allocations && !fake.streams && !fake.libraries && !fake.retained &&
-           !fake.pushed && !fake.handles && !fake.relaxed;
+           !fake.pushed && !fake.handles && !fake.relaxed && !fake.graphs && !fake.events &&
+           !fake.recording;
 }
 
 static bool fails(const char *name) {
@@ -179,6 +180,78 @@ static CUresult f_cuStreamSynchronize(CUstream stream) {
     SLOW(cuStreamSynchronize);
     return 0;
 }
+static CUresult f_cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
+    (void)mode;
+    SLOW(cuStreamBeginCapture);
+    if (!stream || fake.recording) return CUDA_ERROR_ILLEGAL_STATE;
+    fake.recording = stream;
+    fake.recorded = 0;
+    return 0;
+}
+static CUresult f_cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+    if (stream != fake.recording) return CUDA_ERROR_ILLEGAL_STATE;
+    fake.recording = 0;
+    *graph = 0;
+    SLOW(cuStreamEndCapture);
+    *graph = (CUgraph)(uintptr_t)0x4000;
+    fake.graphs++;
+    return 0;
+}
+static CUresult f_cuGraphInstantiateWithFlags(
+    CUgraphExec *exec, CUgraph graph, unsigned long long flags) {
+    (void)flags;
+    SLOW(cuGraphInstantiateWithFlags);
+    if (graph != (CUgraph)(uintptr_t)0x4000) return CUDA_ERROR_INVALID_HANDLE;
+    // A replay takes a millisecond a launch.
+    *exec = (CUgraphExec)(uintptr_t)(0x5000 + fake.recorded);
+    fake.graphs++;
+    return 0;
+}
+static CUresult f_cuGraphLaunch(CUgraphExec exec, CUstream stream) {
+    STEP(cuGraphLaunch);
+    if (!exec || !stream) return CUDA_ERROR_INVALID_HANDLE;
+    fake.clock += (float)((uintptr_t)exec - 0x5000);
+    return 0;
+}
+static CUresult f_cuGraphExecDestroy(CUgraphExec exec) {
+    (void)exec;
+    fake.graphs--;
+    return 0;
+}
+static CUresult f_cuGraphDestroy(CUgraph graph) {
+    (void)graph;
+    fake.graphs--;
+    return 0;
+}
+static CUresult f_cuEventCreate(CUevent *event, unsigned flags) {
+    (void)flags;
+    SLOW(cuEventCreate);
+    float *at = calloc(1, sizeof *at);
+    *event = (CUevent)(void *)at;
+    fake.events++;
+    return 0;
+}
+static CUresult f_cuEventRecord(CUevent event, CUstream stream) {
+    (void)stream;
+    STEP(cuEventRecord);
+    *(float *)(void *)event = fake.clock;
+    return 0;
+}
+static CUresult f_cuEventSynchronize(CUevent event) {
+    (void)event;
+    STEP(cuEventSynchronize);
+    return 0;
+}
+static CUresult f_cuEventElapsedTime(float *milliseconds, CUevent from, CUevent to) {
+    STEP(cuEventElapsedTime);
+    *milliseconds = *(float *)(void *)to - *(float *)(void *)from;
+    return 0;
+}
+static CUresult f_cuEventDestroy(CUevent event) {
+    free(event);
+    fake.events--;
+    return 0;
+}
 static CUresult f_cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     STEP(cuStreamIsCapturing);
     if (stream == CU_STREAM_LEGACY && fake.legacy_capturing)
@@ -260,6 +333,7 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
         {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
         {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
+        {"ctxkv_floor_", sizeof(ctxkv_floor_params)},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (!strncmp(kernel, sizes[i].start, strlen(sizes[i].start))) return sizes[i].bytes;
@@ -270,6 +344,9 @@ static CUresult f_cuLaunchKernelEx(
     const CUlaunchConfig *config, CUfunction function, void **params, void **extra) {
     (void)extra;
     STEP(cuLaunchKernelEx);
+    if (fake.recording && config->hStream != fake.recording) return CUDA_ERROR_ILLEGAL_STATE;
+    if (fake.recording) fake.recorded++;
+    if (fake.launches == FAKE_LAUNCHES && fake.many_launches) fake.launches = 0;
     if (fake.launches == FAKE_LAUNCHES) return CUDA_ERROR_OUT_OF_MEMORY;
     if (config->sharedMemBytes > 232448 - OWN_SHARED) return CUDA_ERROR_INVALID_VALUE;
     struct fake_launch *l = &fake.launch[fake.launches++];

@@ -24,6 +24,7 @@ struct fake_state {
     CUcontext current; // of the calling thread
     CUdevice current_device;
     bool legacy_capturing, thread_capturing, no_code;
+    bool many_launches; // more than FAKE_LAUNCHES: the record begins anew
     // The call that fails: number fail_at (from 0), or every call of fail_name.
     long fail_at;
     const char *fail_name;
@@ -35,6 +36,10 @@ struct fake_state {
     long calls, named_calls, slow_calls; // slow: whatever a run must not do
     long allocations, streams, libraries, retained, pushed, handles, relaxed;
     long allocated_ever, gemms, gemm_batch, gemm_columns, gemm_rows;
+    // CUDA graphs: the stream being recorded, launches on it, what is alive; time in milliseconds.
+    CUstream recording;
+    long recorded, graphs, events;
+    float clock;
     int launches;
     struct fake_launch launch[FAKE_LAUNCHES];
 };

@@ -13,6 +13,7 @@ __attribute__((visibility("default"))) CUresult FAKE_GET_PROC(
     static bool ready;
     if (!ready) fake_reset();
     ready = true;
+    fake.many_launches = true;
     if (mode && !strncmp(mode, "version=", 8)) fake.version = atoi(mode + 8);
     if (mode && !strncmp(mode, "init=", 5)) fake.init = (CUresult)atoi(mode + 5);
     if (mode && !strncmp(mode, "devices=", 8)) fake.devices = atoi(mode + 8);

@@ -1,65 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bytes as calls of the public API: tensors of any layout, slots and positions of any value. The
 // oracle is the scalar truth on plain copies, one thread; wrong operands must be refused.
-#include "api_arrays.h"
+#include "api_cases.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static struct place fast, plain; // the best tier on three threads; the scalar truth on one
-
-static void open_places(void) {
-    ctxkv_device_options options;
-    ctxkv_device_options_init(&options);
-    options.threads = 3;
-    if (ctxkv_device_open("cpu", &options, &fast.device)) die("cpu");
-    options.threads = 1;
-    options.cpu_mask = CTXKV_CPU_SCALAR;
-    if (ctxkv_device_open("cpu", &options, &plain.device)) die("cpu");
-}
-
-#define CHECK(call)                                                                                \
-    do {                                                                                           \
-        if (call) die("%s", #call);                                                                \
-    } while (0)
-
-static void same(const void *a, const void *b, size_t bytes, const char *what) {
-    if (bytes && memcmp(a, b, bytes)) die("%s differ from the scalar truth", what);
-}
-
-// Makes one thing wrong in a tensor whose shape is not free to vary; such a call is refused.
-static void spoil(struct input *in, struct tensor *t) {
-    int dim = (int)choose(in, t->t.ndim);
-    switch (choose(in, 8)) {
-    case 0:
-        t->t.dtype.bits ^= (uint8_t)(1 + choose(in, 255));
-        return;
-    case 1:
-        t->t.dtype.code = (uint8_t)(t->t.dtype.code + 1 + choose(in, 250));
-        return;
-    case 2:
-        t->t.dtype.lanes = (uint16_t)(2 + choose(in, 255));
-        return;
-    case 3:
-        t->t.ndim += choose(in, 2) ? 1 + (int)choose(in, 200) : -1 - (int)choose(in, 9);
-        return;
-    case 4:
-        t->t.shape = 0;
-        return;
-    case 5:
-        t->shape[dim] = choose(in, 2) ? -1 - choose(in, 100) : INT64_MAX - choose(in, 100);
-        return;
-    case 6:
-        t->t.device.device_type = (DLDeviceType)(choose(in, 2) ? kDLCUDA : kDLVulkan);
-        return;
-    default:
-        t->shape[t->t.ndim - 1] += 1 + choose(in, 60);
-        return;
-    }
-}
 
 // ---- norms -------------------------------------------------------------------------------------
 struct norms_case {
@@ -100,24 +48,6 @@ static void norms_run(
     ctxkv_norms_destroy(norms);
     array_free(&x);
     array_free(&out);
-}
-
-static ctxkv_norms_desc norms_desc(struct input *in, int64_t d, int64_t layers, bool row) {
-    static const float eps[] = {0.0f, 1e-6f, 1e-5f, 1.0f};
-    ctxkv_norms_desc n;
-    ctxkv_norms_desc_init(&n);
-    n.hidden_size = d;
-    n.num_layers = layers;
-    n.hidden.kind = n.layer.kind = row ? CTXKV_NORM_ROW : CTXKV_NORM_RMS;
-    if (choose(in, 4) == 0) n.layer.kind = CTXKV_NORM_ABSENT;
-    if (choose(in, 8) == 0) n.hidden.kind = CTXKV_NORM_ABSENT;
-    n.hidden.eps = eps[choose(in, 4)];
-    n.layer.eps = eps[choose(in, 4)];
-    n.hidden.gain_centre = choose(in, 2) ? 0.0f : 1.0f;
-    n.hidden.input_scale = row && choose(in, 2);
-    n.layer.input_scale = row && choose(in, 2);
-    n.numerics = (ctxkv_numerics)choose(in, 4);
-    return n;
 }
 
 static void fuzz_norms(struct input *in) {
@@ -193,55 +123,6 @@ static void fuzz_projection(struct input *in) {
 }
 
 // ---- store -------------------------------------------------------------------------------------
-#define MAX_L 3
-struct store_case {
-    ctxkv_store_desc desc;
-    int64_t rows, table_rows, slot_count, blocks[MAX_L], page[MAX_L], slot_rows[MAX_L];
-    uint16_t *k, *v, *table, *gain;
-    int64_t *positions, *slots[MAX_L];
-};
-
-static int64_t strange(struct input *in, int64_t limit) {
-    static const int64_t values[] = {-1,        INT64_MIN, INT64_MAX, INT64_C(1) << 32,
-                                     -12345678, 0x7FFFFFFF};
-    int64_t pick = choose(in, 8);
-    return pick < 6 ? values[pick] : limit + (pick - 6) * choose(in, 100);
-}
-
-// Each slot of a layer at most once, some rows negative or past the end.
-static void fill_slots(struct input *in, struct store_case *c, int64_t l) {
-    int64_t total = c->blocks[l] * c->page[l];
-    int64_t first = total ? choose(in, total) : 0, step = 1;
-    c->slot_rows[l] = choose(in, 3) ? c->rows : choose(in, c->rows + 1);
-    c->slots[l] = malloc((size_t)c->slot_rows[l] * 8 + 1);
-    for (int64_t t = 0; t < c->slot_rows[l]; t++) {
-        bool good = t < total && choose(in, 5);
-        c->slots[l][t] = good ? (first + t * step) % total : strange(in, total);
-        // What strange gives may be in range by accident: then it would be twice.
-        if (!good && c->slots[l][t] >= 0 && c->slots[l][t] < total) c->slots[l][t] = -7;
-    }
-}
-
-static void expect_faults(const struct store_case *c, const ctxkv_faults *f) {
-    ctxkv_faults want = {0};
-    for (int64_t l = 0; l < c->desc.num_layers; l++) {
-        int64_t from = c->slot_count == 1 ? 0 : l, total = c->blocks[l] * c->page[l];
-        for (int64_t t = 0; t < c->slot_rows[from]; t++) {
-            int64_t slot = c->slots[from][t];
-            if (slot < 0) continue;
-            bool rope = c->desc.rope != CTXKV_ROPE_NONE, bad_slot = slot >= total;
-            int64_t position = rope ? c->positions[t] : 0;
-            if (!bad_slot && (!rope || (position >= 0 && position < c->table_rows))) continue;
-            if (want.count++) continue;
-            want.kind = bad_slot ? CTXKV_FAULT_SLOT : CTXKV_FAULT_POSITION;
-            want.layer = l, want.row = t;
-            want.value = bad_slot ? slot : position;
-            want.limit = bad_slot ? total : c->table_rows;
-        }
-    }
-    same(f, &want, sizeof want, "faults");
-}
-
 static void store_run(
     struct input *in, struct store_case *c, struct place *place, bool is_plain,
     uint16_t **results) {
@@ -274,7 +155,7 @@ static void store_run(
         c->slot_count, 0));
     ctxkv_faults faults;
     CHECK(ctxkv_store_faults(store, &faults));
-    expect_faults(c, &faults);
+    expect_faults(c, &faults, 1);
     for (int64_t i = 0; i < l; i++) {
         array_values(&kc[i], results[i]);
         array_values(&vc[i], results[i] + kc[i].count);
@@ -293,46 +174,23 @@ static void fuzz_store(struct input *in) {
     d->num_layers = 1 + choose(in, MAX_L);
     d->num_kv_heads = 1 + choose(in, 3);
     d->head_dim = choose(in, 3) ? 64 : 128;
-    d->k_norm = (ctxkv_k_norm)choose(in, 3);
-    if (d->k_norm == CTXKV_K_NORM_PLAIN) d->head_dim = 64;
-    d->k_eps = choose(in, 2) ? 0.0f : 1e-6f;
-    d->rope = (ctxkv_rope)choose(in, 3);
-    d->rotary_dim = choose(in, 3) ? d->head_dim : 2 * (1 + choose(in, 32));
-    int64_t l = d->num_layers, count = l * c.rows * d->num_kv_heads * d->head_dim;
-    c.table_rows = choose(in, 9);
-    c.slot_count = choose(in, 3) == 0 ? 1 : l;
-    if (d->rope != CTXKV_ROPE_NONE) c.table = noise_new(in, c.table_rows * d->rotary_dim);
-    if (d->k_norm == CTXKV_K_NORM_RMS) c.gain = noise_new(in, l * d->head_dim);
+    store_options(in, &c);
+    int64_t count = d->num_layers * c.rows * d->num_kv_heads * d->head_dim;
     c.k = noise_new(in, count);
     c.v = noise_new(in, count);
-    c.positions = malloc((size_t)c.rows * 8 + 1);
-    for (int64_t t = 0; t < c.rows; t++)
-        c.positions[t] =
-            c.table_rows && choose(in, 6) ? choose(in, c.table_rows) : strange(in, c.table_rows);
+    store_places(in, &c);
     uint16_t *got[MAX_L], *want[MAX_L];
-    for (int64_t i = 0; i < l; i++) {
-        c.blocks[i] = choose(in, 5);
-        c.page[i] = 1 + choose(in, 7);
-        size_t bytes = (size_t)(c.blocks[i] * c.page[i] * d->num_kv_heads * d->head_dim) * 4;
-        got[i] = malloc(bytes + 1), want[i] = malloc(bytes + 1);
-    }
-    for (int64_t i = 0; i < c.slot_count; i++) fill_slots(in, &c, i);
-    if (c.slot_count ==
-        1) // one array for all: each layer's slots distinct as long as they are here
-        for (int64_t i = 1; i < l; i++) c.blocks[i] = c.blocks[0], c.page[i] = c.page[0];
-    for (int64_t i = 1; i < l && c.slot_count == 1; i++) {
-        size_t bytes = (size_t)(c.blocks[i] * c.page[i] * d->num_kv_heads * d->head_dim) * 4;
-        got[i] = realloc(got[i], bytes + 1), want[i] = realloc(want[i], bytes + 1);
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        got[i] = malloc(store_bytes(&c, i) + 1);
+        want[i] = malloc(store_bytes(&c, i) + 1);
     }
     store_run(in, &c, &fast, false, got);
     store_run(in, &c, &plain, true, want);
-    for (int64_t i = 0; i < l; i++) {
-        size_t bytes = (size_t)(c.blocks[i] * c.page[i] * d->num_kv_heads * d->head_dim) * 4;
-        same(got[i], want[i], bytes, "caches");
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        same(got[i], want[i], store_bytes(&c, i), "caches");
         free(got[i]), free(want[i]);
     }
-    for (int64_t i = 0; i < c.slot_count; i++) free(c.slots[i]);
-    free(c.table), free(c.gain), free(c.k), free(c.v), free(c.positions);
+    store_free(&c);
 }
 
 // ---- descriptors of any bytes ------------------------------------------------------------------
@@ -378,7 +236,7 @@ static void fuzz_descriptors(struct input *in) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    if (!fast.device) open_places();
+    open_places();
     struct input in = {data, size, 0};
     int64_t kind = choose(&in, 8);
     for (int i = 0; i < 4; i++) in.seed = in.seed * 256 + (uint64_t)choose(&in, 256);

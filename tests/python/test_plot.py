@@ -109,3 +109,24 @@ def test_info(capsys) -> None:
     assert bool(data["cuda"]) != bool(data.get("cuda_reason"))
     assert main(["info"]) == 0
     assert capsys.readouterr().out.startswith(f"ctxkv      {data['version']}")
+
+
+def test_choices_and_source(tmp_path, capsys) -> None:
+    file = write(tmp_path / "b.json", PEERS)
+    options = ["--ops", "chain", "--heads", "16", "--programs", "ctxkv,floor"]
+    assert main(["plot", str(file), *options]) == 0
+    found = texts(tmp_path / "b.svg")
+    assert "ctxkv" in found and "floor" in found and "seed" not in found
+    assert plot.source_of(PEERS) in (tmp_path / "b.svg").read_text()
+    assert plot.source_of(PEERS).encode() in (tmp_path / "b.png").read_bytes()
+    assert plot.source_of({**PEERS, "gpu": "H100"}) != plot.source_of(PEERS)
+    capsys.readouterr()
+    assert main(["plot", str(file), "--heads", "2"]) == 2
+    assert "chain with 16 heads" in capsys.readouterr().err
+
+
+def test_floor_of_the_run() -> None:
+    row = {"op": "norms", "heads": 2, "rows": 8, "median_us": 4.0, "copy_share": 0.5}
+    panels = plot.read_bench({"results": [{**row, "floor_us": 1.5}]})
+    assert panels["norms", 2]["floor"] == [(8, 1.5)]
+    assert plot.read_bench({"results": [row]})["norms", 2]["floor"] == [(8, 2.0)]

@@ -10,14 +10,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#ifndef CTXKV_HAVE_DEVICE_MEMORY
-static const ctxkv_memory_ops *ctxkv_device_memory_none(const ctxkv_device *device) {
-    (void)device;
-    return 0;
-}
-#define ctxkv_device_memory ctxkv_device_memory_none
-#endif
-
 void die(const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -158,8 +150,9 @@ const DLTensor *tensor_on(
     struct tensor *tensor, const struct place *place, const void *data, enum type type, int ndim,
     const int64_t *shape, const int64_t *strides) {
     static const DLDataType types[] = {
-        [BF16] = {kDLBfloat, 16, 1}, [FP32] = {kDLFloat, 32, 1}, [I64] = {kDLInt, 64, 1},
-        [I32] = {kDLInt, 32, 1},     [FP16] = {kDLFloat, 16, 1},
+        [BF16] = {kDLBfloat, 16, 1},       [FP32] = {kDLFloat, 32, 1},      [I64] = {kDLInt, 64, 1},
+        [I32] = {kDLInt, 32, 1},           [FP16] = {kDLFloat, 16, 1},      [U8] = {kDLUInt, 8, 1},
+        [E4M3] = {kDLFloat8_e4m3fn, 8, 1}, [E5M2] = {kDLFloat8_e5m2, 8, 1},
     };
     memset(tensor, 0, sizeof *tensor);
     for (int i = 0; i < ndim; i++) {

@@ -48,7 +48,7 @@ bool buffer_is(const struct place *place, const struct buffer *buffer, const voi
 // A fresh image of poison of that size, to be freed.
 void *poison_image(size_t bytes);
 
-enum type { BF16, FP32, I64, I32, FP16 };
+enum type { BF16, FP32, I64, I32, FP16, U8, E4M3, E5M2 };
 #define DIMS(...) ((const int64_t[]){__VA_ARGS__})
 #define MAX_TEST_DIMS 6
 

@@ -87,8 +87,7 @@ static void descriptor(void **state) {
     REFUSE(d.head_dim = 65, bad, "head_dim is 65, must be 64, 128, 256 or 512");
     REFUSE(d.head_dim = 128, CTXKV_UNSUPPORTED, "head_dim is 128, must be 64 for k_norm PLAIN");
     REFUSE(d.k_norm = (ctxkv_k_norm)3, bad, "k_norm is 3, must be in 0..2");
-    REFUSE(d.k_norm = CTXKV_K_NORM_RMS, bad, "k_norm_weight is NULL, must be given exactly when");
-    REFUSE(d.k_norm_weight = &k_weight.t, bad, "k_norm_weight is given, must be given exactly");
+    REFUSE(d.k_norm_weight = &k_weight.t, bad, "k_norm_weight is given, must be NULL unless");
     REFUSE(d.k_eps = -1.0f, bad, "k_eps is -1, must be finite and >= 0");
     REFUSE(d.k_eps = NAN, bad, "k_eps is ");
     REFUSE(d.rope = (ctxkv_rope)3, bad, "rope is 3, must be in 0..2");
@@ -101,8 +100,9 @@ static void descriptor(void **state) {
     struct tensor t;
     tensor_on(&t, &place, table, BF16, 2, DIMS(8, N), DIMS(2 * N, 1));
     REFUSE(d.cos_sin = &t.t, bad, "cos_sin has row stride 128, must be contiguous (64)");
-    tensor_on(&t, &place, table, FP32, 2, DIMS(8, N), 0);
-    REFUSE(d.cos_sin = &t.t, bad, "cos_sin has dtype float32 (lanes 1), must be BF16");
+    tensor_on(&t, &place, table, I32, 2, DIMS(8, N), 0);
+    REFUSE(
+        d.cos_sin = &t.t, bad, "cos_sin has dtype int32 (lanes 1), must be BF16 or FP16 or FP32");
     tensor_on(&t, &place, k_weights, BF16, 2, DIMS(L - 1, N), 0);
     REFUSE(
         (d.k_norm = CTXKV_K_NORM_RMS, d.k_norm_weight = &t.t), bad,

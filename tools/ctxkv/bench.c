@@ -2,10 +2,12 @@
 // ctxkv bench: how fast each step and the whole chain are on this machine.
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bench.h"
+#include "config.h"
 #include "file.h"
 
 enum {
@@ -13,16 +15,46 @@ enum {
     KEY_ROWS,
     KEY_LAYERS,
     KEY_FAMILY,
+    KEY_MODEL,
     KEY_HIDDEN,
     KEY_DIM,
     KEY_JSON,
     KEY_CSV,
     KEY_COMPARE,
     KEY_TOLERANCE,
-    KEY_SECONDS
+    KEY_SECONDS,
+    KEY_UNCHECKED
 };
 
+// The shape of a draft; its weights are not read.
+static error_t read_model(bench *all) {
+    char path[PATH_MAX];
+    io_config config;
+    io_error error;
+    if (all->layers || all->hidden_size || all->head_dim || all->family >= 0) {
+        cli_fail(
+            "--model: gives the shape, must not be given with --family, --layers, --hidden-size "
+            "or --head-dim");
+        return CLI_REPORTED;
+    }
+    if ((size_t)snprintf(path, sizeof path, "%s/config.json", all->model) >= sizeof path ||
+        !io_config_open(&config, path, &error)) {
+        cli_fail("--model: %s", error.text);
+        return CLI_REPORTED;
+    }
+    all->family = config.family == IO_FAMILY_QWEN3;
+    all->layers = config.layers;
+    all->hidden_size = config.hidden_size;
+    all->head_dim = config.head_dim;
+    if (!all->head_count) all->heads[all->head_count++] = config.kv_heads;
+    return 0;
+}
+
 static error_t check(bench *all) {
+    error_t error = all->model ? read_model(all) : 0;
+    if (error) return error;
+    if (all->family < 0) all->family = 0;
+    if (!all->layers) all->layers = 5;
     if (!all->hidden_size) all->hidden_size = all->family ? 4096 : 8192;
     if (!all->head_dim) all->head_dim = all->family ? 128 : 64;
     if (!all->family && (all->hidden_size != 8192 || all->head_dim != 64)) {
@@ -38,6 +70,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &all->options;
+        state->child_inputs[1] = &all->options;
+        state->child_inputs[2] = &all->options;
         return 0;
     case KEY_HEADS:
         return cli_list("--heads", text, 1, 1024, all->heads, 16, &all->head_count);
@@ -47,6 +81,9 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_integer("--layers", text, 1, 64, &all->layers);
     case KEY_FAMILY:
         return cli_choice("--family", text, families, &all->family);
+    case KEY_MODEL:
+        all->model = text;
+        return 0;
     case KEY_HIDDEN:
         return cli_integer("--hidden-size", text, 16, 65536, &all->hidden_size);
     case KEY_DIM:
@@ -64,6 +101,9 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_number("--tolerance", text, 0, 100, &all->tolerance);
     case KEY_SECONDS:
         return cli_number("--seconds", text, 0.001, 600, &all->seconds);
+    case KEY_UNCHECKED:
+        all->unchecked = true;
+        return 0;
     case ARGP_KEY_ARG:
         return cli_extra(text);
     case ARGP_KEY_END:
@@ -80,23 +120,32 @@ static const struct argp_option options[] = {
     {"family", KEY_FAMILY, "muse|qwen3", 0, "Kind of draft (default muse)", 0},
     {"hidden-size", KEY_HIDDEN, "N", 0, "Columns of a row (muse: 8192; qwen3: default 4096)", 0},
     {"head-dim", KEY_DIM, "N", 0, "Columns of a head (muse: 64; qwen3: default 128)", 0},
+    {"model", KEY_MODEL, "DIR", 0, "Take the shape from this draft's config.json", 0},
     {"json", KEY_JSON, "FILE", 0, "Write the results as JSON, too", 1},
     {"csv", KEY_CSV, NULL, 0, "Print comma-separated values instead of a table", 1},
     {"compare", KEY_COMPARE, "OLD.json", 0,
      "Print the ratio to an earlier --json file; exit with 1 where one is beyond the tolerance", 1},
     {"tolerance", KEY_TOLERANCE, "X", 0, "Share by which a median may grow (default 0.10)", 1},
     {"seconds", KEY_SECONDS, "S", 0, "Time of one measurement (default 0.3)", 1},
+    {"no-check", KEY_UNCHECKED, NULL, 0, "Compare nothing first: times of unknown bits", 1},
     {0}};
-static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
+static const struct argp_child children[] = {
+    {&cli_device_argp, 0, NULL, 0},
+    {&cli_numerics_argp, 0, NULL, 0},
+    {&cli_projection_argp, 0, NULL, 0},
+    {NULL, 0, NULL, 0}};
 static const struct argp bench_argp = {
     .options = options,
     .parser = parse,
     .children = children,
-    .doc = "Measures norms, projection, store and the whole chain: medians with p10 and p90 over "
-           "buffers that rotate beyond the cache, after a warm-up and after the chain's bytes were "
-           "compared with the scalar tier's. Bytes are those that must move (weights, inputs, "
-           "outputs); the last column is their rate as a share of the copy bandwidth that all "
-           "threads reach in the same run (bytes read plus written)."};
+    .doc =
+        "Measures norms, projection, store and the whole chain: medians with p10 and p90, after a "
+        "warm-up and after rows of each size were compared with a CPU tier by bytes. A CPU is "
+        "timed call by call, a GPU by replays of CUDA graphs of many calls; weights, rows and "
+        "slots rotate past the last cache (on a CPU, over at most 64 sets of rows). The floor is "
+        "the time that the bytes which must move (weights, inputs, outputs) or the multiply-adds "
+        "take at the rates measured in the same run: copying and reading by all threads, fused "
+        "multiply-adds (a GPU's BF16 products)."};
 
 static void set_defaults(bench *all) {
     static const int64_t heads[2][2] = {{2, 16}, {1, 8}}, rows[] = {1, 8, 64, 1024};
@@ -134,8 +183,11 @@ static int finish(bench *all, const void *old) {
     if (!matched) return cli_fail("--compare: %s holds none of these measurements", all->compare);
     if (!all->csv) {
         printf(
-            "%d of %d measurements slower than in %s by more than %g %%\n", slower, matched,
+            "%d of %d measurements slower than in %s by more than %g %%", slower, matched,
             all->compare, 100 * all->tolerance);
+        const char *other = bench_old_name(all, old);
+        if (other) printf(" (of another machine: %s)", other);
+        putchar('\n');
     }
     return slower ? 1 : 0;
 }
@@ -149,7 +201,8 @@ static int execute(bench *all) {
     int status = 2;
     if (probe_json(all->json) && bench_load_old(all, &old) &&
         cli_place_open(&all->place, &all->options)) {
-        bool ok = bench_copy(all);
+        all->replay = ctxkv_device_replay(all->place.device);
+        bool ok = bench_floors(all);
         if (ok) bench_print_header(all);
         size_t shown = 0;
         for (int i = 0; ok && i < all->head_count; ++i) {
@@ -169,13 +222,16 @@ static int execute(bench *all) {
     return status;
 }
 
-static int run(int argc, char **argv) {
-    bench all = {.layers = 5, .tolerance = 0.1, .seconds = 0.3};
-    cli_options_init(&all.options);
-    int status = cli_parse(&bench_argp, argc, argv, &all);
-    if (status) return status;
-    set_defaults(&all);
-    return execute(&all);
+static void defaults(void *input) {
+    bench *all = input;
+    *all = (bench){.family = -1, .tolerance = 0.1, .seconds = 0.3};
+    cli_options_init(&all->options);
 }
 
-const cli_command cli_bench = {"bench", "Measure each step and the whole chain", &bench_argp, run};
+static int run(void *input) {
+    set_defaults(input);
+    return execute(input);
+}
+
+const cli_command cli_bench = {
+    "bench", "Measure each step and the whole chain", &bench_argp, sizeof(bench), defaults, run};

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Timing of the measurements, and the check that comes before.
+// Timing of the measurements: a CPU call by call, a GPU by replays of a CUDA graph of many calls.
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "bench_shape.h"
 
 #define MAX_SAMPLES 1000
+#define LEAST_CALLS 8
 
 typedef ctxkv_status (*call)(bench_shape *it, int64_t turn);
 
@@ -17,37 +17,70 @@ static int by_value(const void *left, const void *right) {
     return a < b ? -1 : a > b;
 }
 
-// A GPU is timed in batches between two waits, a CPU call by call.
-static bool sample(bench_shape *it, call run, int64_t *turn, int batch, double *seconds) {
-    double start = cli_now();
-    for (int i = 0; i < batch; ++i) {
-        if (run(it, (*turn)++)) {
-            cli_fail_status("bench");
-            return false;
-        }
+typedef struct timed {
+    bench_shape *it;
+    call run;
+    int64_t turn;
+    int calls;            // of a replay
+    ctxkv_replay *replay; // NULL on a CPU
+} timed;
+
+static bool record_graph(timed *what) {
+    bench_shape *it = what->it;
+    const bench *all = it->all;
+    int64_t sets = it->row_sets > it->weight_sets ? it->row_sets : it->weight_sets;
+    what->calls = (int)(sets > LEAST_CALLS ? sets : LEAST_CALLS);
+    ctxkv_status status = all->replay->begin(all->place.device, &what->replay, &it->stream);
+    for (int i = 0; !status && i < what->calls; ++i) status = what->run(it, i);
+    it->stream = NULL;
+    if (!status) status = all->replay->end(what->replay);
+    if (status) cli_fail_status("bench");
+    return !status;
+}
+
+static bool sample(timed *what, double *seconds) {
+    ctxkv_status status;
+    if (what->replay) {
+        status = what->it->all->replay->run(what->replay, seconds);
+        *seconds /= what->calls;
+    } else {
+        double start = cli_now();
+        status = what->run(what->it, what->turn++);
+        *seconds = cli_now() - start;
     }
-    if (!cli_sync(&it->all->place)) return false;
-    *seconds = (cli_now() - start) / batch;
-    return true;
+    if (status) cli_fail_status("bench");
+    return !status;
+}
+
+// Fills values after a warm-up; how many, 0 after cli_fail.
+static int take_samples(timed *what, const char *label, double *values) {
+    int count = 0;
+    double limit = what->it->all->seconds, start = cli_now(), one;
+    for (int i = 0; i < 3 || (cli_now() - start < limit / 4 && i < MAX_SAMPLES); ++i) {
+        double begin = cli_now();
+        if (!sample(what, &one)) return 0;
+        if (i == 0 && cli_now() - begin > limit) break;
+    }
+    start = cli_now();
+    while (count < MAX_SAMPLES && (count < 3 || cli_now() - start < limit)) {
+        if (!sample(what, &values[count++])) return 0;
+        cli_progress(
+            (void *)label, (uint64_t)(1e3 * (cli_now() - start)), (uint64_t)(1e3 * limit) + 1);
+    }
+    return count;
 }
 
 static bool measure(bench_shape *it, call run, bench_result *result) {
     static double values[MAX_SAMPLES];
-    int batch = it->all->place.memory ? 20 : 1, count = 0;
-    int64_t turn = 0;
-    double limit = it->all->seconds, start = cli_now(), one;
-    for (int i = 0; i < 3 || (cli_now() - start < limit / 4 && i < MAX_SAMPLES); ++i) {
-        if (!sample(it, run, &turn, batch, &one)) return false;
-        if (i == 0 && one > limit) break;
-    }
-    start = cli_now();
-    while (count < MAX_SAMPLES && (count < 3 || cli_now() - start < limit)) {
-        if (!sample(it, run, &turn, batch, &values[count++])) return false;
-        cli_progress(
-            (void *)result->op, (uint64_t)(1e3 * (cli_now() - start)), (uint64_t)(1e3 * limit) + 1);
-    }
+    const ctxkv_replay_ops *replay = it->all->replay;
+    timed what = {.it = it, .run = run};
+    int count = 0;
+    if (!replay || record_graph(&what)) count = take_samples(&what, result->op, values);
+    if (replay) replay->free(what.replay);
+    if (!count) return false;
     qsort(values, (size_t)count, sizeof *values, by_value);
     result->samples = count;
+    result->calls = what.calls;
     result->median = values[count / 2] * 1e6;
     result->p10 = values[count / 10] * 1e6;
     result->p90 = values[count * 9 / 10] * 1e6;
@@ -68,95 +101,52 @@ static bool record(bench_shape *it, const char *op, call run, double macs, doubl
     result->gmac = macs / result->median * 1e-3;
     result->gigabytes = bytes / result->median * 1e-3;
     result->share = result->gigabytes / all->copy;
+    result->floor = bench_floor(all, macs, bytes);
     ++all->count;
-    return true;
-}
-
-// ---- copy bandwidth ----------------------------------------------------------------------------
-typedef struct copy_job {
-    uint8_t *to, *from;
-    size_t part;
-} copy_job;
-
-static void copy_part(void *user, int64_t index) {
-    const copy_job *job = user;
-    size_t at = (size_t)index * job->part;
-    memcpy(job->to + at, job->from + at, job->part);
-}
-
-bool bench_copy(bench *all) {
-    long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    size_t size = (size_t)(cache > 0 ? cache : 32 << 20) * 4;
-    if (size < 64u << 20) size = 64u << 20;
-    if (size > 512u << 20 || all->place.memory) size = 512u << 20;
-    all->beyond_cache = size;
-    int threads = all->place.memory ? 1 : all->place.info.threads;
-    copy_job job = {cli_alloc(&all->place, size), cli_alloc(&all->place, size), 0};
-    if (!job.to || !job.from) return false;
-    if (!all->place.memory) {
-        memset(job.from, 1, size);
-        memset(job.to, 2, size);
-    }
-    job.part = size / (size_t)threads / 4096 * 4096;
-    double best = 1e30, start = cli_now();
-    for (int i = 0; i < 5 || (cli_now() - start < all->seconds && i < 100); ++i) {
-        double begin = cli_now();
-        if (all->place.memory) {
-            for (int k = 0; k < 10; ++k) {
-                if (!cli_copy(&all->place, job.to, job.from, job.part)) return false;
-            }
-            if (!cli_sync(&all->place)) return false;
-        } else {
-            cli_parallel(threads, threads, copy_part, &job);
-        }
-        double took = (cli_now() - begin) / (all->place.memory ? 10 : 1);
-        if (i && took < best) best = took;
-    }
-    all->copy = 2.0 * (double)job.part * threads / best * 1e-9;
-    cli_place_reset(&all->place);
     return true;
 }
 
 // ---- calls -------------------------------------------------------------------------------------
 static ctxkv_status call_norms(bench_shape *it, int64_t turn) {
     int64_t set = turn % it->row_sets;
-    return ctxkv_norms_run(it->norms, &it->x[set].tensor, &it->normed[set].tensor, NULL);
+    return ctxkv_norms_run(it->norms, &it->x[set].tensor, &it->normed[set].tensor, it->stream);
 }
 
 static ctxkv_status call_projection(bench_shape *it, int64_t turn) {
     int64_t set = turn % it->row_sets;
     ctxkv_projection *plan = it->projections[turn % it->weight_sets];
-    return ctxkv_projection_run(plan, &it->normed[set].tensor, &it->kv[set].tensor, NULL);
+    return ctxkv_projection_run(plan, &it->normed[set].tensor, &it->kv[set].tensor, it->stream);
 }
 
 static ctxkv_status call_store(bench_shape *it, int64_t turn) {
     int64_t set = turn % it->row_sets;
     const DLTensor *slots = &it->slots[set].tensor;
     return ctxkv_store_run(
-        it->store, &it->k[set].tensor, &it->v[set].tensor, &it->positions.tensor, &slots, 1, NULL);
+        it->store, &it->k[set].tensor, &it->v[set].tensor, &it->positions.tensor, &slots, 1,
+        it->stream);
+}
+
+ctxkv_status bench_run_chain(bench_shape *it, ctxkv_chain *chain, int64_t set) {
+    const DLTensor *slots = &it->slots[set].tensor;
+    return ctxkv_chain_run(chain, &it->x[set].tensor, &it->positions.tensor, &slots, 1, it->stream);
 }
 
 static ctxkv_status call_chain(bench_shape *it, int64_t turn) {
-    int64_t set = turn % it->row_sets;
-    const DLTensor *slots = &it->slots[set].tensor;
-    return ctxkv_chain_run(
-        it->chains[turn % it->weight_sets], &it->x[set].tensor, &it->positions.tensor, &slots, 1,
-        NULL);
+    return bench_run_chain(it, it->chains[turn % it->weight_sets], turn % it->row_sets);
 }
 
-static ctxkv_status make_chain(
-    bench_shape *it, ctxkv_device *device, int64_t set, int64_t rows, const cli_caches *caches,
-    ctxkv_chain **chain) {
+bool bench_make_chain(bench_shape *it, int64_t set, ctxkv_chain **chain) {
     ctxkv_chain_desc desc;
     ctxkv_chain_desc_init(&desc);
-    it->projection_desc[set].max_rows = rows;
+    it->projection_desc[set].max_rows = it->rows;
     desc.norms = &it->norms_desc;
     desc.projection = &it->projection_desc[set];
     desc.store = &it->store_desc;
-    desc.max_rows = rows;
-    ctxkv_status status = ctxkv_chain_create(device, &desc, chain);
-    if (status) return status;
-    return ctxkv_chain_bind_caches(*chain, caches->keys, caches->values, it->all->layers);
+    desc.max_rows = it->rows;
+    bool ok = !ctxkv_chain_create(it->all->place.device, &desc, chain) &&
+              !ctxkv_chain_bind_caches(*chain, it->caches.keys, it->caches.values, it->all->layers);
+    if (!ok) cli_fail_status("bench");
+    return ok;
 }
 
 // All row sets have been through the norms and the projection before the store is timed.
@@ -192,10 +182,7 @@ static bool measure_chain(bench_shape *it) {
     double rows = (double)it->rows, L = (double)all->layers, D = (double)all->hidden_size;
     double N = (double)it->width;
     for (int64_t i = 0; i < it->weight_sets; ++i) {
-        if (make_chain(it, all->place.device, i, it->rows, &it->caches, &it->chains[i])) {
-            cli_fail_status("bench");
-            return false;
-        }
+        if (!bench_make_chain(it, i, &it->chains[i])) return false;
     }
     return record(
         it, "chain", call_chain, rows * L * N * D, 2 * (L * N * D + rows * D + rows * L * N));
@@ -206,7 +193,7 @@ static void drop_plans(bench_shape *it) {
     ctxkv_store_destroy(it->store);
     it->norms = NULL;
     it->store = NULL;
-    for (int64_t i = 0; i < BENCH_SETS; ++i) {
+    for (int64_t i = 0; i < BENCH_WEIGHT_SETS; ++i) {
         ctxkv_projection_destroy(it->projections[i]);
         ctxkv_chain_destroy(it->chains[i]);
         it->projections[i] = NULL;
@@ -214,99 +201,40 @@ static void drop_plans(bench_shape *it) {
     }
 }
 
-// ---- nothing is timed that has not just been compared with the scalar tier
-// -------------------------
-static bool one_row(bench_shape *it, ctxkv_chain **chain, uint16_t *image) {
-    bench *all = it->all;
-    cli_caches caches;
-    if (!cli_caches_make(
-            &caches, &all->place, all->layers, 1, it->heads, BENCH_BLOCK, all->head_dim, 0x5A)) {
-        return false;
+// ---- one number of heads -----------------------------------------------------------------------
+static bool all_rows(bench *all, bench_shape *it, bench_truth *truth) {
+    bool ok = true;
+    size_t mark = all->place.block_count, host_mark = all->host.block_count;
+    for (int i = 0; ok && i < all->row_count; ++i) {
+        it->rows = all->rows[i];
+        ok = bench_make_rows(it) && (!truth || bench_compare(truth, it)) && measure_ops(it);
+        drop_plans(it);
+        ok = ok && measure_chain(it);
+        drop_plans(it);
+        cli_place_release(&all->place, mark);
+        cli_place_release(&all->host, host_mark);
     }
-    const DLTensor *slots = &it->slots[0].tensor;
-    bool ok = !make_chain(it, all->place.device, 0, 1, &caches, chain) &&
-              !ctxkv_chain_run(*chain, &it->x[0].tensor, &it->positions.tensor, &slots, 1, NULL);
-    if (!ok) cli_fail_status("bench");
-    ok = ok && cli_sync(&all->place);
-    for (int64_t i = 0; ok && i < all->layers; ++i) {
-        uint16_t *to = image + (size_t)i * caches.bytes / 2;
-        ok = cli_to_host(&all->place, to, caches.storage[i], caches.bytes);
-    }
-    cli_caches_free(&caches);
-    return ok;
-}
-
-// The shape's operands for one row on the given device.
-static bool image_of(bench *all, int64_t heads, uint16_t *image) {
-    bench_shape *it = calloc(1, sizeof *it);
-    if (!it) return false;
-    *it = (bench_shape){.all = all, .heads = heads, .rows = 1, .width = 2 * heads * all->head_dim};
-    size_t keep = all->beyond_cache;
-    int kept = all->row_count;
-    all->beyond_cache = 1;
-    all->row_count = 0;
-    ctxkv_chain *chain = NULL;
-    bool ok = bench_make_fixed(it) && bench_make_rows(it) && one_row(it, &chain, image);
-    ctxkv_chain_destroy(chain);
-    cli_caches_free(&it->caches);
-    cli_place_reset(&all->place);
-    cli_place_reset(&all->host);
-    all->beyond_cache = keep;
-    all->row_count = kept;
-    free(it);
-    return ok;
-}
-
-static bool compare_with_scalar(bench *all, int64_t heads) {
-    size_t count = (size_t)(all->layers * heads * BENCH_BLOCK * all->head_dim * 2);
-    uint16_t *images = calloc(count * 2, sizeof *images);
-    bench scalar = *all;
-    scalar.options.device = "cpu";
-    scalar.options.cpu_mask = CTXKV_CPU_SCALAR;
-    scalar.options.projection = CTXKV_PROJECTION_EXACT;
-    // Stock means another order of sums on sm_100 and later than on a CPU.
-    bool packed = all->place.info.cuda_arch >= 100 && !all->family;
-    if (packed && !scalar.options.numerics) scalar.options.numerics = CTXKV_NUMERICS_PACKED;
-    scalar.host = (cli_place){.where = {kDLCPU, 0}};
-    bool ok = images && cli_place_open(&scalar.place, &scalar.options);
-    if (ok) {
-        ok = image_of(all, heads, images) && image_of(&scalar, heads, images + count);
-        cli_place_close(&scalar.place);
-        if (ok && memcmp(images, images + count, count * sizeof *images)) {
-            ok = false;
-            cli_fail(
-                "the chain of %" PRId64 " heads differs from the scalar tier: nothing was timed",
-                heads);
-        }
-    }
-    free(images);
     return ok;
 }
 
 bool bench_heads(bench *all, int64_t heads) {
     // What cuBLAS gives is its own affair.
-    bool exact = all->options.projection != CTXKV_PROJECTION_CUBLAS;
-    if (exact && !compare_with_scalar(all, heads)) return false;
+    bool checked = !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS;
+    bench_truth truth = {.shape = NULL};
     bench_shape *it = calloc(1, sizeof *it);
     if (!it) {
         cli_fail("out of memory");
         return false;
     }
-    bool ok = true;
-    for (int i = 0; ok && i < all->row_count; ++i) {
-        memset(it, 0, sizeof *it);
-        it->all = all;
-        it->heads = heads;
-        it->rows = all->rows[i];
-        it->width = 2 * heads * all->head_dim;
-        ok = bench_make_fixed(it) && bench_make_rows(it) && measure_ops(it);
-        drop_plans(it);
-        ok = ok && measure_chain(it);
-        drop_plans(it);
-        cli_caches_free(&it->caches);
-        cli_place_reset(&all->place);
-        cli_place_reset(&all->host);
-    }
+    it->all = all;
+    it->heads = heads;
+    it->width = 2 * heads * all->head_dim;
+    bool ok = (!checked || bench_truth_make(&truth, all, heads)) && bench_make_fixed(it) &&
+              all_rows(all, it, checked ? &truth : NULL);
+    if (checked) bench_truth_free(&truth);
+    cli_caches_free(&it->caches);
+    cli_place_reset(&all->place);
+    cli_place_reset(&all->host);
     free(it);
     return ok;
 }

@@ -6,8 +6,6 @@
 #include "bench_shape.h"
 #include "generator.h"
 
-#define POSITIONS 4096
-
 typedef struct fill {
     uint16_t *to;
     size_t count;
@@ -38,9 +36,9 @@ static bool put(
     return data && (!host || cli_to_device(&all->place, data, host, bytes));
 }
 
-static int64_t sets_for(const bench *all, double bytes) {
+static int64_t sets_for(const bench *all, double bytes, int64_t most) {
     int64_t sets = (int64_t)((double)all->beyond_cache / bytes) + 1;
-    return sets > BENCH_SETS ? BENCH_SETS : sets;
+    return sets > most ? most : sets;
 }
 
 static void describe(bench_shape *it) {
@@ -90,11 +88,11 @@ bool bench_make_fixed(bench_shape *it) {
     const int64_t size[3] = {all->layers, it->width, all->hidden_size};
     const int64_t gains[2] = {all->layers, all->hidden_size};
     const int64_t k_gains[2] = {all->layers, all->head_dim};
-    const int64_t table[2] = {POSITIONS, all->head_dim};
-    it->weight_sets = sets_for(all, (double)count * 2);
+    const int64_t table[2] = {BENCH_POSITIONS, all->head_dim};
+    it->weight_sets = sets_for(all, (double)count * 2, BENCH_WEIGHT_SETS);
     it->host_weights = values(all, count, 3, 0x1p-5f);
     uint16_t *ones = values(all, (size_t)(all->layers * all->hidden_size), 1, 0.5f);
-    uint16_t *rows = values(all, (size_t)(POSITIONS * all->head_dim), 5, 1.0f);
+    uint16_t *rows = values(all, (size_t)(BENCH_POSITIONS * all->head_dim), 5, 1.0f);
     if (!it->host_weights || !ones || !rows) return false;
     for (int64_t i = 0; i < it->weight_sets; ++i) {
         if (!put(all, &it->weights[i], it->host_weights, CLI_BF16, 3, size)) return false;
@@ -145,14 +143,35 @@ bool bench_make_rows(bench_shape *it) {
     int64_t rows = it->rows;
     double bytes =
         (double)rows * 2 * (double)((all->layers + 1) * all->hidden_size + all->layers * it->width);
-    it->row_sets = sets_for(all, bytes);
+    // A CPU's rows rotate no further than its peers' do (bench/cpu_torch.py).
+    it->row_sets = sets_for(all, bytes, all->replay ? BENCH_ROW_SETS : 64);
     it->host_x = values(all, (size_t)(rows * all->hidden_size), 0, 1.0f);
-    int64_t *numbers = cli_alloc(&all->host, (size_t)rows * sizeof *numbers);
-    if (!it->host_x || !numbers) return false;
-    io_fill_positions(numbers, (size_t)rows, 4, POSITIONS);
-    if (!put(all, &it->positions, numbers, CLI_I64, 1, &rows)) return false;
+    int64_t *slots = cli_alloc(&all->host, (size_t)rows * sizeof *slots);
+    it->host_positions = cli_alloc(&all->host, (size_t)rows * sizeof *slots);
+    if (!it->host_x || !slots || !it->host_positions) return false;
+    io_fill_positions(it->host_positions, (size_t)rows, 4, BENCH_POSITIONS);
+    if (!put(all, &it->positions, it->host_positions, CLI_I64, 1, &rows)) return false;
     for (int64_t i = 0; i < it->row_sets; ++i) {
-        if (!make_row_set(it, i, numbers)) return false;
+        if (!make_row_set(it, i, slots)) return false;
     }
     return true;
+}
+
+bool bench_make_picked(bench_shape *it, const int64_t *picked, int64_t count, int64_t total) {
+    bench *all = it->all;
+    size_t width = (size_t)all->hidden_size, most = (size_t)(all->family ? total : count);
+    int64_t *slots = cli_alloc(&all->host, most * sizeof *slots);
+    int64_t *positions = cli_alloc(&all->host, (size_t)total * sizeof *positions);
+    it->host_x = cli_alloc(&all->host, most * width * sizeof *it->host_x);
+    if (!it->host_x || !slots || !positions) return false;
+    memset(it->host_x, 0, most * width * sizeof *it->host_x);
+    io_fill_positions(positions, (size_t)total, 4, BENCH_POSITIONS);
+    for (int64_t i = 0; i < count; ++i) {
+        size_t first = (size_t)picked[i] * width;
+        io_fill_bf16(it->host_x + (size_t)i * width, width, 0, first, 1.0f);
+        positions[i] = positions[picked[i]]; // picked grows, so this one is still whole
+    }
+    it->rows = (int64_t)most;
+    it->row_sets = 1;
+    return put(all, &it->positions, positions, CLI_I64, 1, &count) && make_row_set(it, 0, slots);
 }

@@ -25,13 +25,17 @@ void bench_print_header(const bench *all) {
     if (all->csv) {
         puts(
             "op,heads,rows,layers,hidden_size,head_dim,median_us,p10_us,p90_us,samples,gmac_s,gb_s,"
-            "copy_share,ratio");
+            "copy_share,floor_us,ratio");
         return;
     }
-    printf("%s; copy %.1f GB/s\n", device_text(all, text, sizeof text), all->copy);
     printf(
-        "%-10s %5s %6s %12s %12s %12s %9s %8s %8s%s\n", "op", "heads", "rows", "median us", "p10",
-        "p90", "GMAC/s", "GB/s", "of copy", all->compare ? "  new/old" : "");
+        "%s\ncopy %.1f GB/s, read %.1f GB/s, %.1f GMAC/s", device_text(all, text, sizeof text),
+        all->copy, all->read, all->rate);
+    if (all->replay) printf(", an empty kernel %.2f us", all->launch);
+    printf(
+        "%s\n%-10s %5s %6s %11s %11s %11s %10s %8s %11s %8s%s\n",
+        all->unchecked ? "; bits not compared" : "", "op", "heads", "rows", "median us", "p10",
+        "p90", "GMAC/s", "GB/s", "floor us", "of floor", all->compare ? "  new/old" : "");
 }
 
 void bench_print(const bench *all, const bench_result *r) {
@@ -39,17 +43,18 @@ void bench_print(const bench *all, const bench_result *r) {
     if (all->csv) {
         printf(
             "%s,%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64 ",%" PRId64
-            ",%.3f,%.3f,%.3f,%d,%.4f,%.4f,%.4f,",
+            ",%.3f,%.3f,%.3f,%d,%.4f,%.4f,%.4f,%.4f,",
             r->op, r->heads, r->rows, r->layers, r->hidden_size, r->head_dim, r->median, r->p10,
-            r->p90, r->samples, r->gmac, r->gigabytes, r->share);
+            r->p90, r->samples, r->gmac, r->gigabytes, r->share, r->floor);
         printf(ratio > 0 ? "%.4f\n" : "\n", ratio);
         return;
     }
     char gmac[32] = "-";
     if (r->gmac > 0) snprintf(gmac, sizeof gmac, "%.2f", r->gmac);
     printf(
-        "%-10s %5" PRId64 " %6" PRId64 " %12.2f %12.2f %12.2f %9s %8.2f %6.0f %%", r->op, r->heads,
-        r->rows, r->median, r->p10, r->p90, gmac, r->gigabytes, 100 * r->share);
+        "%-10s %5" PRId64 " %6" PRId64 " %11.2f %11.2f %11.2f %10s %8.2f %11.2f %6.0f %%", r->op,
+        r->heads, r->rows, r->median, r->p10, r->p90, gmac, r->gigabytes, r->floor,
+        100 * r->floor / r->median);
     if (ratio > 0) printf("%9.3f", ratio);
     putchar('\n');
     fflush(stdout);
@@ -57,11 +62,12 @@ void bench_print(const bench *all, const bench_result *r) {
 
 static json_t *result_json(const bench_result *r) {
     return json_pack(
-        "{s:s, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:i, s:f, s:f, s:f}", "op", r->op, "heads",
-        (json_int_t)r->heads, "rows", (json_int_t)r->rows, "layers", (json_int_t)r->layers,
+        "{s:s, s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:f, s:i, s:i, s:f, s:f, s:f, s:f}", "op", r->op,
+        "heads", (json_int_t)r->heads, "rows", (json_int_t)r->rows, "layers", (json_int_t)r->layers,
         "hidden_size", (json_int_t)r->hidden_size, "head_dim", (json_int_t)r->head_dim, "median_us",
-        r->median, "p10_us", r->p10, "p90_us", r->p90, "samples", r->samples, "gmac_s", r->gmac,
-        "gb_s", r->gigabytes, "copy_share", r->share);
+        r->median, "p10_us", r->p10, "p90_us", r->p90, "samples", r->samples, "graph_calls",
+        r->calls, "gmac_s", r->gmac, "gb_s", r->gigabytes, "copy_share", r->share, "floor_us",
+        r->floor);
 }
 
 bool bench_write_json(const bench *all) {
@@ -72,10 +78,13 @@ bool bench_write_json(const bench *all) {
         json_array_append_new(list, result_json(&all->results[i]));
     }
     json_t *root = json_pack(
-        "{s:s, s:s, s:s, s:s, s:i, s:f, s:o}", "version", ctxkv_version(), "device",
-        all->place.memory ? "cuda" : "cpu", "name", info->name, "tier",
+        "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:s, s:b, s:f, s:f, s:f, s:f, s:o}", "version",
+        ctxkv_version(), "device", all->place.memory ? "cuda" : "cpu", "name", info->name, "tier",
         all->place.memory ? "cuda" : cli_tier_name(info->cpu_used), "threads", info->threads,
-        "copy_gb_s", all->copy, "results", list);
+        "driver", info->driver, "cublas", info->cublas, "family", all->family ? "qwen3" : "muse",
+        "checked", !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS,
+        "copy_gb_s", all->copy, "read_gb_s", all->read, "gmac_s", all->rate, "empty_kernel_us",
+        all->launch, "results", list);
     char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(8)) : NULL;
     io_writer writer;
     io_error error = {"the results cannot be made into JSON"};
@@ -109,6 +118,11 @@ bool bench_load_old(bench *all, void **old) {
     if (!ok) json_decref(root);
     *old = ok ? root : NULL;
     return ok;
+}
+
+const char *bench_old_name(const bench *all, const void *old) {
+    const char *name = json_string_value(json_object_get(old, "name"));
+    return name && strcmp(name, all->place.info.name) ? name : NULL;
 }
 
 static bool same(const json_t *item, const char *key, int64_t value) {

@@ -112,23 +112,19 @@ void dg_project_rows(
     const float *bias = call->bias;
     if (bias) bias += (2 * layer + part) * call->H * call->dim + column;
     if (p->mode == DG_EXACT) {
-        struct ctxkv__weight_block blocks[2] = {{from.data, from.stride}, {from.data, from.stride}};
+        struct ctxkv__weight_block block = {from.data, from.stride};
         struct ctxkv__projection_args args = {
             .hidden_size = call->D,
             .num_layers = 1,
+            .parts = 1,
             .block_columns = count,
-            .blocks = blocks,
+            .blocks = &block,
+            .bias = bias,
             .rows = rows,
             .x = x,
             .x_row_stride = call->D,
             .kv = out,
             .kv_row_stride = out_stride};
-        float both[2 * DG_COLUMNS];
-        if (bias) {
-            memcpy(both, bias, (size_t)count * sizeof *both);
-            memcpy(both + count, bias, (size_t)count * sizeof *both);
-            args.bias = both;
-        }
         int64_t units = ctxkv__projection_units_per_block(&args);
         call->kernels.projection(&args, 0, units, dg_worker_scratch(w)->tier);
         return;

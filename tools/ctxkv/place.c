@@ -6,13 +6,7 @@
 #include <string.h>
 
 #include "memory.h"
-
-#ifndef CTXKV_HAVE_DEVICE_MEMORY
-const ctxkv_memory_ops *ctxkv_device_memory(const ctxkv_device *device) {
-    (void)device;
-    return NULL;
-}
-#endif
+#include "replay.h"
 
 static ctxkv_status open_named(cli_place *place, const cli_options *options, const char *name) {
     ctxkv_device_options wanted;
@@ -59,17 +53,21 @@ void cli_place_close(cli_place *place) {
     place->device = NULL;
 }
 
-void cli_place_reset(cli_place *place) {
-    for (size_t i = 0; i < place->block_count; ++i) {
+void cli_place_release(cli_place *place, size_t mark) {
+    while (place->block_count > mark) {
+        void *block = place->blocks[--place->block_count];
         if (place->memory) {
-            place->memory->free(place->device, place->blocks[i]);
+            place->memory->free(place->device, block);
         } else {
-            free(place->blocks[i]);
+            free(block);
         }
     }
+}
+
+void cli_place_reset(cli_place *place) {
+    cli_place_release(place, 0);
     free(place->blocks);
     place->blocks = NULL;
-    place->block_count = 0;
 }
 
 void *cli_alloc(cli_place *place, size_t bytes) {

@@ -23,6 +23,7 @@ void cli_place_close(cli_place *place);
 // Memory of the device, given back by cli_place_reset or _close. Never NULL for 0 bytes.
 void *cli_alloc(cli_place *place, size_t bytes);
 void cli_place_reset(cli_place *place);
+void cli_place_release(cli_place *place, size_t mark); // all since block_count was mark
 // The host bytes where the device can read them: the same address on a CPU.
 void *cli_share(cli_place *place, const void *host, size_t bytes);
 bool cli_to_device(cli_place *place, void *to, const void *from, size_t bytes);

@@ -47,6 +47,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &args->options;
+        state->child_inputs[1] = &args->options;
+        state->child_inputs[2] = &args->options;
         return 0;
     case 'm':
         args->model = text;
@@ -91,7 +93,11 @@ static const struct argp_option options[] = {
      "Fail, writing nothing, where a slot or position is out of range, instead of skipping the row",
      1},
     {0}};
-static const struct argp_child children[] = {{&cli_device_argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
+static const struct argp_child children[] = {
+    {&cli_device_argp, 0, NULL, 0},
+    {&cli_numerics_argp, 0, NULL, 0},
+    {&cli_projection_argp, 0, NULL, 0},
+    {NULL, 0, NULL, 0}};
 static const struct argp run_argp = {
     .options = options,
     .parser = parse,
@@ -374,13 +380,15 @@ static int execute(job *job) {
     return ok ? 0 : 2;
 }
 
-static int run(int argc, char **argv) {
-    run_args args = {.block_size = 16, .tp_size = 1};
-    cli_options_init(&args.options);
-    int status = cli_parse(&run_argp, argc, argv, &args);
-    if (status) return status;
-    job job = {.args = &args};
-    status = execute(&job);
+static void defaults(void *input) {
+    run_args *args = input;
+    *args = (run_args){.block_size = 16, .tp_size = 1};
+    cli_options_init(&args->options);
+}
+
+static int run(void *input) {
+    job job = {.args = input};
+    int status = execute(&job);
     ctxkv_chain_destroy(job.chain);
     for (int64_t i = 0; job.images && job.place.memory && i < job.draft.config.layers; ++i) {
         free(job.images[i]);
@@ -394,5 +402,6 @@ static int run(int argc, char **argv) {
     return status;
 }
 
-const cli_command cli_run = {
-    "run", "Compute the KV caches of a checkpoint and a context", &run_argp, run};
+const cli_command cli_run = {"run",     "Compute the KV caches of a checkpoint and a context",
+                             &run_argp, sizeof(run_args),
+                             defaults,  run};

@@ -13,6 +13,7 @@ typedef struct selftest {
     char label[32]; // device or tier
     bool verbose;
     int threads;
+    ctxkv_projection_mode projection;
     uint64_t passed, failed;
 } selftest;
 

@@ -275,6 +275,7 @@ static bool make_chain(selftest *st, const st_row *row, chain_case *it) {
     it->projection.weights = it->weight_list;
     it->projection.weight_count = 1;
     it->projection.max_rows = row->T;
+    it->projection.mode = st->projection;
     describe_store(row, &it->table, &it->store);
     return true;
 }

@@ -176,6 +176,7 @@ static bool make_chain(selftest *st, const st_row *row, weighted_case *it) {
     it->projection.weights = it->weight_list;
     it->projection.weight_count = 1;
     it->projection.max_rows = row->T;
+    it->projection.mode = st->projection;
     return true;
 }
 

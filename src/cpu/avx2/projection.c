@@ -259,12 +259,13 @@ static void write_rows(
     const struct scratch *s, const struct place *at, int64_t row_block, int64_t row_end) {
     const struct ctxkv__projection_args *a = at->args;
     int64_t block = at->block - a->blocks;
-    int64_t column = block % 2 * a->block_columns + at->first;
-    const float *bias = a->bias ? a->bias + at->layer * 2 * a->block_columns + column : 0;
+    int64_t column = block % a->parts * a->block_columns + at->first;
+    const float *bias = a->bias ? a->bias + at->layer * a->parts * a->block_columns + column : 0;
     for (int64_t t = row_block; t < row_end; t++) {
         int64_t out = at->layer * a->kv_layer_stride + t * a->kv_row_stride + column;
         for (int c = 0; c < at->columns; c++) {
             float y = s->acc[t - row_block][c];
+            if (bias && a->round_first) y = ctxkv__round_bf16(y);
             if (bias) y = y + bias[c];
             ctxkv__store16(a->kv, out + c, ctxkv__to_bf16(y));
         }
@@ -274,7 +275,7 @@ static void write_rows(
 static void run_unit(const struct ctxkv__projection_args *a, int64_t unit, struct scratch *s) {
     int64_t per_block = ctxkv__projection_units_per_block(a), block = unit / per_block;
     struct place at = {
-        a, &a->blocks[block], block / 2, unit % per_block * CTXKV__UNIT_COLUMNS, 0, 0, 0};
+        a, &a->blocks[block], block / a->parts, unit % per_block * CTXKV__UNIT_COLUMNS, 0, 0, 0};
     int64_t left = a->block_columns - at.first;
     at.columns = left < CTXKV__UNIT_COLUMNS ? (int)left : CTXKV__UNIT_COLUMNS;
     for (int64_t row = 0; row < a->rows; row += ROW_BLOCK) {

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #define TIER(name) name##_avx2
+#define TIER_BELOW(name) name##_ref
 #define WIDTH 8
 typedef __m256 vf;
 typedef __m256i vi;
@@ -23,6 +24,15 @@ static inline void v_stream(void *p, vi x) {
 } // p: aligned
 static inline void v_store_float(float *p, vf x) {
     _mm256_storeu_ps(p, x);
+}
+static inline vf v_load_float(const float *p) {
+    return _mm256_loadu_ps(p);
+}
+static inline vi v_zero(void) {
+    return _mm256_setzero_si256();
+}
+static inline vf v_div(vf a, vf b) {
+    return _mm256_div_ps(a, b);
 }
 static inline vf v_set1(float x) {
     return _mm256_set1_ps(x);
@@ -60,6 +70,36 @@ static inline vi v_pack(vf even, vf odd) {
     return _mm256_blend_epi16(_mm256_srli_epi32(v_round(even), 16), v_round(odd), 0xAA);
 }
 
+// x in a narrower format to nearest even, the sign at bit sign_at: mantissa bits, exponent of the
+// least normal number, code that bounds it, code of a NaN.
+static inline vi v_narrow(
+    vf x, const int mantissa, const int least, const int most, const int nan, const int sign_at) {
+    const int shift = 23 - mantissa, tiny = (127 + least) << 23;
+    vi b = _mm256_castps_si256(x), size = _mm256_and_si256(b, _mm256_set1_epi32(0x7FFFFFFF));
+    vi odd = _mm256_and_si256(_mm256_srli_epi32(size, shift), _mm256_set1_epi32(1));
+    vi code = _mm256_add_epi32(size, _mm256_set1_epi32((1 << (shift - 1)) - 1));
+    code = _mm256_srli_epi32(_mm256_add_epi32(code, odd), shift);
+    code = _mm256_sub_epi32(code, _mm256_set1_epi32((126 + least) << mantissa));
+    // Below the normal numbers an addition rounds to their unit.
+    vi unit = _mm256_set1_epi32(tiny + (shift << 23));
+    vf sum = _mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(unit));
+    vi small = _mm256_sub_epi32(_mm256_castps_si256(sum), unit);
+    code = _mm256_blendv_epi8(code, small, _mm256_cmpgt_epi32(_mm256_set1_epi32(tiny), size));
+    code = _mm256_min_epi32(code, _mm256_set1_epi32(most));
+    vi sign = _mm256_and_si256(_mm256_srli_epi32(b, 31 - sign_at), _mm256_set1_epi32(1 << sign_at));
+    return _mm256_blendv_epi8(
+        _mm256_or_si256(code, sign), _mm256_set1_epi32(nan),
+        _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+static inline vi v_join(vi low, vi high, const int at) {
+    return _mm256_or_si256(low, _mm256_slli_epi32(high, at));
+}
+// The low half of each dword.
+static inline void v_store_words(void *p, vi x) {
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(words));
+}
+
 // 16 consecutive floats as even and odd ones.
 static inline void v_split(const float *p, vf *even, vf *odd) {
     vf a = _mm256_loadu_ps(p), b = _mm256_loadu_ps(p + 8);
@@ -87,6 +127,14 @@ static inline void v_transpose4(vf r[4]) {
 
 static inline vf v_swap(vf x) {
     return _mm256_permute2f128_ps(x, x, 0x01);
+}
+
+// Adjacent threads added as a tree (+1, +2, +4), as the transpose leaves them.
+static inline float v_fold_threads(vf s) {
+    s = v_add(s, v_swap(s));
+    s = v_add(s, _mm256_permute_ps(s, 0xB1));
+    s = v_add(s, _mm256_permute_ps(s, 0x4E));
+    return _mm256_cvtss_f32(s);
 }
 
 // Butterfly over the 32 threads of a warp (xor 16, 8, 4, 2, 1).
