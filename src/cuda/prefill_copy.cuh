@@ -20,7 +20,7 @@ static __device__ __forceinline__ void prefill_copy_weights(
         int row[BOXES];
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
-            const int at = p.first_layer * 128 * p.heads + column * S::N + r * PART + i * BOX;
+            const int at = p.first_layer * 2 * S::HEAD * p.heads + column * S::N + r * PART + i * BOX;
             map[i] = p.w_maps + at / p.w_rows;
             row[i] = at % p.w_rows;
         }
@@ -44,13 +44,14 @@ static __device__ __forceinline__ void prefill_copy_rows(
     u32 mask = 0;
 #pragma unroll
     for (int i = 0; i < S::COLS; i++) mask |= 1u << (r + i * S::ROWS);
-    const int per_layer = 128 * p.heads / S::N;
+    const int per_layer = 2 * S::HEAD * p.heads / S::N;
     launch_wait();
     PREFILL_TILES(S, p, tile) {
         const prefill_place place = prefill_locate<S>(p, tile);
         const int row = (place.row_tile * S::ROWS + r) * S::M + c * PART;
         const int column = min(prefill_column<S>(p, place, rank), p.column_tiles - 1);
-        const int layer = S::INPUT == INPUT_READY ? p.first_layer + column / per_layer : 0;
+        const bool own = S::INPUT == INPUT_READY && !p.a_shared;
+        const int layer = own ? p.first_layer + column / per_layer : 0;
         for (int k = 0; k < p.k_blocks; k++, ring.next()) {
             barrier_wait(ring.empty(), ring.parity ^ 1u);
             copy_box3<(S::COLS > 1)>(
@@ -64,7 +65,7 @@ template <class S>
 static __device__ __forceinline__ void prefill_copy_gains(
     const ctxkv_prefill_params &p, prefill_ring<S> ring, int rank) {
     if (S::INPUT != INPUT_GAINED) return;
-    const int per_layer = 128 * p.heads / S::N;
+    const int per_layer = 2 * S::HEAD * p.heads / S::N;
     launch_wait();
     PREFILL_TILES(S, p, tile) {
         const prefill_place place = prefill_locate<S>(p, tile);

@@ -34,27 +34,29 @@ typedef struct {
 typedef struct {
     // BF16 [layers, T, D] of n, or [1, T, D] of h; box {64, tile rows / cluster columns, 1}.
     ctxkv_tensor_map a;
-    // Device array of maps over w_rows rows each, in order all weight rows [L * 128 * heads, D];
+    // Device array of maps over w_rows rows each, in order all weight rows [L * columns, D];
     // box {64, min(64, tile columns / cluster rows)}. Both kinds swizzle 128 bytes.
     const ctxkv_tensor_map *w_maps;
     const float *row_scale; // [T]: r of the layer norms; not for ready input
     const float *gains;     // [L, D] as ctxkv_prefill_pack_gains leaves them; gained input only
     const long long *positions;
-    const void *cos_sin; // BF16 [max_position, 64]; null: no RoPE
+    const void *cos_sin; // BF16 [max_position, head_dim]; null: no RoPE
+    const float *k_gain;                // [L, head_dim]; kernels of the RMS K norm only
     ctxkv_fault_record *faults;
     void *kv;                   // BF16
     long long kv_layer, kv_row; // elements
     long long max_position;
     long long rows;   // T
     int first_layer;  // of layer[0]: added in maps, gains, kv and the fault record
-    int heads;        // KV heads of 64
+    int heads;        // KV heads: a layer has 2 * heads * head_dim columns
     int k_blocks;     // D / 64, rounded up to a multiple of 4
     int w_rows;       // a multiple of 64
-    int column_tiles; // layers of this launch * 128 * heads / tile columns
+    int column_tiles; // layers of this launch * columns / tile columns
     int row_tiles;    // ceil(T / (tile rows * cluster rows))
     int group;        // cluster rows walked before the next column tile
     float k_eps;
     unsigned flags;
+    int a_shared; // ready input: all layers read layer 0 of a
     ctxkv_prefill_layer layer[CTXKV_PREFILL_LAYERS];
 } ctxkv_prefill_params;
 

@@ -6,13 +6,21 @@
 #include "hopper.cuh"
 #include "prefill_params.h"
 
+// How a K head is finished: SPEC 3.4 (heads of 64, GPT-J), or SPEC 5 with a gain row a layer and
+// NeoX.
+enum prefill_family { FAMILY_PLAIN, FAMILY_RMS_64, FAMILY_RMS_128 };
+
 // What A is: rows of n as they lie, or made of h with the row's factor, or with the gain as well.
 enum prefill_input { INPUT_READY, INPUT_SCALED, INPUT_GAINED };
 
-template <int GROUPS_, int N_, int ROWS_, int COLS_, int STAGES_, prefill_input INPUT_>
+template <
+    int GROUPS_, int N_, int ROWS_, int COLS_, int STAGES_, prefill_input INPUT_,
+    prefill_family FAMILY_ = FAMILY_PLAIN>
 struct prefill_shape {
     static const int GROUPS = GROUPS_, N = N_, ROWS = ROWS_, COLS = COLS_, STAGES = STAGES_;
     static const prefill_input INPUT = INPUT_;
+    static const prefill_family FAMILY = FAMILY_;
+    static const int HEAD = FAMILY == FAMILY_RMS_128 ? 128 : 64;
     // Three warps copy. Where the consumers need more registers than an even share they are a whole
     // warpgroup that gives its own away.
     static const bool MOVE_REGISTERS = (GROUPS == 2 && N == 256) || GROUPS == 3;

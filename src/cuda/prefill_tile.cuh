@@ -12,6 +12,7 @@
 #define CTXKV_CUDA_PREFILL_TILE_CUH
 
 #include "faults.cuh"
+#include "head_rms.cuh"
 #include "head_store.cuh"
 #include "prefill_chain.cuh"
 #include "prefill_copy.cuh"
@@ -55,11 +56,12 @@ static __device__ __forceinline__ void prefill_angles(
         if (goal[i].store) head_angles(cs[i], (const u16 *)p.cos_sin + goal[i].position * 64ull, t);
 }
 
+template <class S>
 static __device__ __forceinline__ void prefill_target(
     u16 *&k, u16 *&v, const ctxkv_prefill_params &p, int layer, i64 row, i64 slot) {
     if (p.flags & CTXKV_PREFILL_KV) {
         k = (u16 *)p.kv + (p.first_layer + layer) * p.kv_layer + row * p.kv_row;
-        v = k + 64 * p.heads;
+        v = k + S::HEAD * p.heads;
         return;
     }
     const ctxkv_prefill_layer &to = p.layer[layer];
@@ -87,7 +89,7 @@ static __device__ __forceinline__ void prefill_finish(
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         u16 *k, *v;
-        prefill_target(k, v, p, layer, row + 8 * half, goal[half].slot);
+        prefill_target<S>(k, v, p, layer, row + 8 * half, goal[half].slot);
 #pragma unroll
         for (int h = 0; h < S::N / 64; h++) {
             u32 w[8];
@@ -109,6 +111,51 @@ static __device__ __forceinline__ void prefill_finish(
     }
 }
 
+// The same for the family of SPEC 5, once the quad has exchanged words for vectors of eight columns.
+template <class S>
+static __device__ __forceinline__ void prefill_finish_rms(
+    const float (&acc)[S::N / 2], const ctxkv_prefill_params &p, i64 row, int layer, int first_head,
+    const prefill_goal (&goal)[2]) {
+    constexpr int HD = S::HEAD, VECS = HD / 32;
+    const int t = (int)threadIdx.x & 3;
+    const bool plain = p.flags & CTXKV_PREFILL_KV, vector = !(p.flags & CTXKV_PREFILL_BY2);
+    const i64 k_head = plain ? HD : p.layer[layer].k_head;
+    const i64 v_head = plain ? HD : p.layer[layer].v_head;
+    const float *gain = p.k_gain + (i64)(p.first_layer + layer) * HD;
+    const bool rotate = p.cos_sin && !plain && first_head < p.heads;
+    uint4 cs[2][VECS];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        if (rotate && goal[half].store)
+            rms_angles<HD>(cs[half], (const u16 *)p.cos_sin + goal[half].position * (u64)HD, t);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        u16 *k, *v;
+        prefill_target<S>(k, v, p, layer, row + 8 * half, goal[half].slot);
+#pragma unroll
+        for (int h = 0; h < S::N / HD; h++) {
+            uint4 w[VECS];
+#pragma unroll
+            for (int i = 0; i < VECS; i++) {
+                const float *c = acc + HD / 2 * h + 16 * i + 2 * half;
+                w[i] = quad_transpose(
+                    bf16_pack(c[0], c[1]), bf16_pack(c[4], c[5]), bf16_pack(c[8], c[9]),
+                    bf16_pack(c[12], c[13]), t);
+            }
+            const int head = first_head + h;
+            u16 *out = v + (head - p.heads) * v_head;
+            if (head < p.heads) {
+                out = k + head * k_head;
+                if (!plain) {
+                    rms_norm_head<HD>(w, gain, p.k_eps, t);
+                    if (p.cos_sin) rms_rotate<HD>(w, cs[half]);
+                }
+            }
+            rms_write<HD>(w, out, t, goal[half].store, vector);
+        }
+    }
+}
+
 template <class S>
 static __device__ __forceinline__ void prefill_consume(
     const ctxkv_prefill_params &p, prefill_part<S> part, int rank) {
@@ -120,7 +167,7 @@ static __device__ __forceinline__ void prefill_consume(
         const i64 row = (i64)(place.row_tile * S::ROWS + rank % S::ROWS) * S::M + warp_row +
                         (threadIdx.x & 31) / 4;
         const int column = prefill_column<S>(p, place, rank);
-        const int heads = min(column, p.column_tiles - 1) * (S::N / 64);
+        const int heads = min(column, p.column_tiles - 1) * (S::N / S::HEAD);
         const int layer = heads / (2 * p.heads), first_head = heads - layer * 2 * p.heads;
         float r0 = 0.0f, r1 = 0.0f;
         if constexpr (S::INPUT != INPUT_READY) {
@@ -140,9 +187,13 @@ static __device__ __forceinline__ void prefill_consume(
         const prefill_goal goal[2] = {
             prefill_look(p, layer, row, slot[0], report),
             prefill_look(p, layer, row + 8, slot[1], report)};
-        u32 cs[2][8];
-        prefill_angles(cs, p, goal, t);
-        prefill_finish<S>(acc, p, row, layer, first_head, goal, cs);
+        if constexpr (S::FAMILY == FAMILY_PLAIN) {
+            u32 cs[2][8];
+            prefill_angles(cs, p, goal, t);
+            prefill_finish<S>(acc, p, row, layer, first_head, goal, cs);
+        } else {
+            prefill_finish_rms<S>(acc, p, row, layer, first_head, goal);
+        }
     }
 }
 

@@ -38,10 +38,10 @@ class Layer(C.Structure):
 
 class Params(C.Structure):
     _fields_ = [("a", C.c_ubyte * 128)] + fields(
-        C.c_int64, "w_maps row_scale gains positions cos_sin faults kv kv_layer kv_row "
+        C.c_int64, "w_maps row_scale gains positions cos_sin k_gain faults kv kv_layer kv_row "
         "max_position rows") + fields(
             C.c_int32, "first_layer heads k_blocks w_rows column_tiles row_tiles group") + [
-                ("k_eps", C.c_float), ("flags", C.c_int32), ("pad", C.c_int32),
+                ("k_eps", C.c_float), ("flags", C.c_int32), ("a_shared", C.c_int32),
                 ("layer", Layer * LAYERS), ("tail", C.c_ubyte * 128)]
 
 
