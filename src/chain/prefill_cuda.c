@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chain by the prefill kernels: one pre-kernel for h and r, then one kernel that makes each
-// layer's rows in registers, projects them exactly and stores them. For many rows, on sm_90.
+// layer's rows in registers, projects them exactly and stores them. In the family of SPEC 5 all
+// layers read the hidden norm's rows as they lie. For many rows, on sm_90.
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,21 +13,35 @@ enum { BOXES = 2, MOST_HIDDEN = 8192 };
 struct ctxkv__prefill {
     CUdeviceptr maps[BOXES]; // tensor maps over the weights, boxes of 32 and of 64 rows
     CUdeviceptr gains;       // the layers' gains as the kernels read them; 0: weightless
+    ctxkv_prefill_input input;
     size_t bytes;
 };
 
 static const int boxes[BOXES] = {32, 64};
 
-static bool suits(const struct ctxkv_chain *plan) {
+// What Muse Spark's chain has: rows made of h, r and gains, weightless K norm, GPT-J or no RoPE.
+static bool is_muse(const struct ctxkv_chain *plan) {
     const ctxkv_norms_desc *n = &plan->norms->desc;
-    const ctxkv_projection_desc *p = &plan->projection->desc;
     const ctxkv_store_desc *s = &plan->store->desc;
     struct ctxkv__norms_parts parts = ctxkv__cuda_norms_parts(plan->norms);
-    bool sound = n->hidden_size == MOST_HIDDEN && n->hidden.kind == CTXKV_NORM_ROW &&
-                 n->layer.kind == CTXKV_NORM_ROW && !parts.packed && !parts.scaled;
-    sound = sound && p->head_dim == 64 && p->mode != CTXKV_PROJECTION_CUBLAS &&
-            !plan->projection->bias_view.data && s->k_norm == CTXKV_K_NORM_PLAIN &&
-            s->rope != CTXKV_ROPE_NEOX;
+    return n->hidden_size == MOST_HIDDEN && n->hidden.kind == CTXKV_NORM_ROW &&
+           n->layer.kind == CTXKV_NORM_ROW && !parts.packed && !parts.scaled && s->head_dim == 64 &&
+           s->k_norm == CTXKV_K_NORM_PLAIN && s->rope != CTXKV_ROPE_NEOX;
+}
+
+// What the family of SPEC 5 has: one normed input for all layers, K norm with gains, NeoX or no
+// RoPE. The norms are the plan's own kernels.
+static bool is_family(const struct ctxkv_chain *plan) {
+    const ctxkv_store_desc *s = &plan->store->desc;
+    return plan->norms->out_layers == 1 && plan->norms->desc.hidden_size % 8 == 0 &&
+           (s->head_dim == 64 || s->head_dim == 128) && s->k_norm == CTXKV_K_NORM_RMS &&
+           ctxkv__cuda_store_k_gain(plan->store) && s->rope != CTXKV_ROPE_GPTJ;
+}
+
+static bool suits(const struct ctxkv_chain *plan) {
+    const ctxkv_projection_desc *p = &plan->projection->desc;
+    bool sound = (is_muse(plan) || is_family(plan)) && p->mode != CTXKV_PROJECTION_CUBLAS &&
+                 !plan->projection->bias_view.data;
     for (int64_t i = 0; sound && i < 2 * p->num_layers; i++) {
         const struct ctxkv__weight_block *b = &plan->projection->blocks[i];
         sound = ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0 && b->row_stride > 0;
@@ -93,15 +108,31 @@ static ctxkv_status packed_gains(const struct ctxkv_chain *plan, struct ctxkv__p
     return status;
 }
 
+// CTXKV__KERNELS where the shape's columns do not hold a head.
 static enum ctxkv__kernel kernel_of(int shape, ctxkv_prefill_input input) {
 #define SHAPE(id, groups, n, rows, cols, stages)                                                   \
     {CTXKV__KERNEL_prefill_##id##_ready, CTXKV__KERNEL_prefill_##id##_scaled,                      \
-     CTXKV__KERNEL_prefill_##id##_gained},
-    static const enum ctxkv__kernel kernels[][3] = {
+     CTXKV__KERNEL_prefill_##id##_gained, CTXKV__KERNEL_prefill_##id##_rms64},
+    static const enum ctxkv__kernel kernels[][4] = {
 #include "../cuda/prefill_shapes.inc"
     };
 #undef SHAPE
-    return kernels[shape][input];
+#define SHAPE(id, groups, n, rows, cols, stages) CTXKV__KERNEL_prefill_##id##_rms128,
+#define CTXKV_PREFILL_WIDE_SHAPES
+    static const enum ctxkv__kernel wide[] = {
+#include "../cuda/prefill_shapes.inc"
+    };
+#undef SHAPE
+    if (input != CTXKV_PREFILL_RMS128) return kernels[shape][input];
+    const int narrow = ctxkv__prefill_shape_count() - (int)(sizeof wide / sizeof *wide);
+    return shape < narrow ? CTXKV__KERNELS : wide[shape - narrow];
+}
+
+static ctxkv_prefill_input input_of(
+    const struct ctxkv_chain *plan, const struct ctxkv__prefill *f) {
+    if (is_family(plan))
+        return plan->store->desc.head_dim == 128 ? CTXKV_PREFILL_RMS128 : CTXKV_PREFILL_RMS64;
+    return f->gains ? CTXKV_PREFILL_GAINED : CTXKV_PREFILL_SCALED;
 }
 
 ctxkv_status ctxkv__prefill_create(struct ctxkv_chain *plan, struct ctxkv__prefill **prefill) {
@@ -111,11 +142,13 @@ ctxkv_status ctxkv__prefill_create(struct ctxkv_chain *plan, struct ctxkv__prefi
     struct ctxkv__prefill *f = calloc(1, sizeof *f);
     if (!f) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the prefill plan");
     ctxkv_status status = weight_maps(plan, f);
-    if (!status) status = packed_gains(plan, f);
-    if (!status) status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_prenorm);
-    ctxkv_prefill_input input = f->gains ? CTXKV_PREFILL_GAINED : CTXKV_PREFILL_SCALED;
+    bool muse = is_muse(plan);
+    if (!status && muse) status = packed_gains(plan, f);
+    if (!status && muse) status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_prenorm);
+    f->input = input_of(plan, f);
     for (int i = 0; !status && i < ctxkv__prefill_shape_count(); i++)
-        status = ctxkv__gpu_kernel(gpu, kernel_of(i, input));
+        if (kernel_of(i, f->input) != CTXKV__KERNELS)
+            status = ctxkv__gpu_kernel(gpu, kernel_of(i, f->input));
     if (status) {
         ctxkv__prefill_destroy(plan, f);
         return status;
@@ -139,8 +172,12 @@ bool ctxkv__prefill_takes(
     const struct ctxkv_chain *plan, const struct ctxkv__prefill *f,
     const struct ctxkv__chain_call *call) {
     const ctxkv_projection_desc *p = &plan->projection->desc;
-    return f && ctxkv__aligned(call->x, 16) && call->x_row_stride % 8 == 0 &&
-           ctxkv__prefill_pays(call->rows, p->num_layers, p->num_kv_heads);
+    if (!f) return false;
+    // The norms' own kernels take any x; the pre-kernel reads 16 bytes at once.
+    bool any = f->input >= CTXKV_PREFILL_RMS64;
+    return (any || (ctxkv__aligned(call->x, 16) && call->x_row_stride % 8 == 0)) &&
+           ctxkv__prefill_pays(
+               call->rows, p->hidden_size, p->num_layers, p->num_kv_heads, f->input);
 }
 
 static ctxkv_status launch_prenorm(
@@ -205,10 +242,10 @@ static ctxkv_status launch_layers(
     int64_t count) {
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const ctxkv_projection_desc *d = &plan->projection->desc;
-    ctxkv_prefill_input input = f->gains ? CTXKV_PREFILL_GAINED : CTXKV_PREFILL_SCALED;
     ctxkv_prefill_choice choice;
     if (!ctxkv__prefill_choose(
-            call->rows, count, d->num_kv_heads, gpu->multiprocessors, input, &choice))
+            call->rows, d->hidden_size, count, d->num_kv_heads, gpu->multiprocessors, f->input,
+            &choice))
         return ctxkv__fail(CTXKV_UNSUPPORTED, "T is too large for the prefill kernels");
     const ctxkv_prefill_shape *shape = ctxkv__prefill_shape_at(choice.shape);
     ctxkv_prefill_params p;
@@ -224,6 +261,8 @@ static ctxkv_status launch_layers(
     p.gains = (const float *)(uintptr_t)f->gains;
     p.positions = (const long long *)call->positions;
     p.cos_sin = plan->store->tables[0].data;
+    p.k_gain = ctxkv__cuda_store_k_gain(plan->store);
+    p.a_shared = 1; // h, or the rows that all layers have
     p.faults = ctxkv__cuda_store_faults_at(plan->store);
     p.max_position = plan->store->tables[0].max_position;
     p.rows = call->rows;
@@ -237,7 +276,7 @@ static ctxkv_status launch_layers(
     p.k_eps = plan->store->desc.k_eps;
     fill_layers(plan, call, first, count, &p);
     struct ctxkv__launch launch = {
-        .kernel = kernel_of(choice.shape, input),
+        .kernel = kernel_of(choice.shape, f->input),
         .grid = {choice.grid, 1, 1},
         .threads = (uint32_t)shape->threads,
         .shared = (uint32_t)shape->shared,
@@ -254,7 +293,21 @@ ctxkv_status ctxkv__prefill_launch(
     // h takes one layer's room of the normed rows, r follows it.
     size_t h_bytes = (size_t)call->rows * (size_t)plan->norms->desc.hidden_size * 2;
     float *scale = (float *)(void *)(workspace + h_bytes);
-    ctxkv_status status = launch_prenorm(plan, call, workspace, scale);
+    ctxkv_status status;
+    if (f->input >= CTXKV_PREFILL_RMS64) {
+        struct ctxkv__norms_call norms = {
+            .x = call->x,
+            .x_row_stride = call->rows > 1 ? call->x_row_stride : 0,
+            .rows = call->rows,
+            .out = workspace,
+            .out_layer_stride = call->rows * plan->norms->desc.hidden_size,
+            .out_row_stride = plan->norms->desc.hidden_size,
+            .stream = call->stream,
+        };
+        status = ctxkv__cuda_norms_launch(plan->norms, &norms, 0);
+    } else {
+        status = launch_prenorm(plan, call, workspace, scale);
+    }
     for (int64_t first = 0; !status && first < layers; first += CTXKV_PREFILL_LAYERS) {
         int64_t left = layers - first;
         status = launch_layers(

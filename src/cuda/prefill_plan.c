@@ -63,20 +63,24 @@ static int tile_counts(
 }
 
 int ctxkv__prefill_choose(
-    int64_t rows, int64_t layers, int64_t heads, int sms, ctxkv_prefill_input input,
-    ctxkv_prefill_choice *choice) {
-    if (rows < 1 || rows > INT32_MAX || layers < 1 || layers > 1 << 20) return 0;
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, int sms,
+    ctxkv_prefill_input input, ctxkv_prefill_choice *choice) {
+    if (columns < 1 || columns > 1 << 24 || rows < 1 || rows > INT32_MAX || layers < 1 || layers > 1 << 20) return 0;
     if (heads < 1 || heads > 1 << 20) return 0;
-    const int ready = input == CTXKV_PREFILL_READY;
+    const int head = ctxkv__prefill_head_dim(input);
+    const int ready = input != CTXKV_PREFILL_SCALED && input != CTXKV_PREFILL_GAINED;
+    const double part = 64.0 * ctxkv__prefill_k_blocks(columns) / 8192;
     int found = 0;
     for (int i = 0; i < SHAPES; i++) {
         ctxkv_prefill_choice c = {.shape = i};
-        if (sms < shapes[i].cluster_rows || !tile_counts(&shapes[i], rows, layers, heads, &c))
+        if (sms < shapes[i].cluster_rows || shapes[i].tile_columns < head ||
+            !tile_counts(&shapes[i], rows, layers, heads * (head / 64), &c))
             continue;
         const int64_t clusters = (int64_t)c.column_tiles * c.row_tiles;
         const int64_t room = sms / shapes[i].cluster_rows;
         const int64_t waves = ceil_div(clusters, room);
-        c.us = times[i].fixed + times[i].first[ready] + (double)(waves - 1) * times[i].more[ready];
+        c.us = times[i].fixed +
+               part * (times[i].first[ready] + (double)(waves - 1) * times[i].more[ready]);
         if (found && c.us >= choice->us) continue;
         c.grid = (unsigned)((clusters < room ? clusters : room) * shapes[i].cluster_rows);
         c.group = c.column_tiles <= 10 ? 2 : 8;
@@ -86,14 +90,30 @@ int ctxkv__prefill_choose(
     return found;
 }
 
+int ctxkv__prefill_head_dim(ctxkv_prefill_input input) {
+    return input == CTXKV_PREFILL_RMS128 ? 128 : 64;
+}
+
 static double larger(double a, double b) {
     return a > b ? a : b;
 }
 
-int ctxkv__prefill_pays(int64_t rows, int64_t layers, int64_t heads) {
+static int family_pays(
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input,
+    const ctxkv_prefill_choice *choice) {
+    const double n = 2.0 * (double)(layers * heads * ctxkv__prefill_head_dim(input));
+    const double t = (double)rows;
+    const double gemm = larger(8.5 + n * (double)columns * 2 / 4.5e6, 6 + 2 * t * n * (double)columns / 800e6);
+    const double store = larger(1.7, t * n * 1.3e-6);
+    return choice->us < gemm + store;
+}
+
+int ctxkv__prefill_pays(
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input) {
     ctxkv_prefill_choice choice;
+    if (!ctxkv__prefill_choose(rows, columns, layers, heads, 132, input, &choice)) return 0;
+    if (input >= CTXKV_PREFILL_RMS64) return family_pays(rows, columns, layers, heads, input, &choice);
     if (heads > 8) return 0; // level with cuBLAS at best
-    if (!ctxkv__prefill_choose(rows, layers, heads, 132, CTXKV_PREFILL_GAINED, &choice)) return 0;
     // Fits to measured times of the pre-kernel and of the three steps it replaces, in microseconds.
     const double t = (double)rows, l = (double)layers, h = (double)heads;
     const double flops = 2 * t * l * 128 * h * 8192, rate = heads == 1 ? 530e6 : 745e6;

@@ -12,8 +12,13 @@
 typedef enum {
     CTXKV_PREFILL_READY,  // n as it lies: the exact projection alone
     CTXKV_PREFILL_SCALED, // n = bf16(r*h): weightless layer norms
-    CTXKV_PREFILL_GAINED  // n = bf16((r*h)*g)
+    CTXKV_PREFILL_GAINED, // n = bf16((r*h)*g)
+    CTXKV_PREFILL_RMS64,  // n as it lies, heads of 64 or of 128 finished as SPEC 5 has it
+    CTXKV_PREFILL_RMS128
 } ctxkv_prefill_input;
+
+// Columns of a head.
+int ctxkv__prefill_head_dim(ctxkv_prefill_input input);
 
 typedef struct {
     const char *name; // "128x256c2"
@@ -35,15 +40,17 @@ typedef struct {
     double us; // what it should take on an H200, the pre-kernel not counted
 } ctxkv_prefill_choice;
 
-// Chooses the shape for `rows` rows, `layers` layers of this launch and `heads` KV heads of 64 on a
-// device of `sms` multiprocessors. Returns 0 where no shape can run it (rows < 1, or more tiles
-// than an int counts). The choice never changes a bit of the result.
+// Chooses the shape for `rows` rows of `columns` columns, `layers` layers of this launch and
+// `heads` KV heads on a device of `sms` multiprocessors. Returns 0 where no shape can run it
+// (rows < 1, or more tiles than an int counts). The choice never changes a bit of the result.
 int ctxkv__prefill_choose(
-    int64_t rows, int64_t layers, int64_t heads, int sms, ctxkv_prefill_input input,
-    ctxkv_prefill_choice *choice);
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, int sms,
+    ctxkv_prefill_input input, ctxkv_prefill_choice *choice);
 
-// 1 where pre-kernel + prefill kernel was measured faster on an H200 than norms, cuBLAS and store.
-int ctxkv__prefill_pays(int64_t rows, int64_t layers, int64_t heads);
+// 1 where pre-kernel + prefill kernel (SPEC 5's family: prefill kernel) was measured faster on an
+// H200 than norms, cuBLAS and store (there: cuBLAS and store).
+int ctxkv__prefill_pays(
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input);
 
 // K blocks of a row of `columns` columns, as the kernels want them.
 int ctxkv__prefill_k_blocks(int64_t columns);

@@ -12,11 +12,13 @@
 static void check_choice(int64_t rows, int64_t layers, int64_t heads, ctxkv_prefill_input input) {
     ctxkv_prefill_choice c;
     memset(&c, 0xff, sizeof c);
-    assert_true(ctxkv__prefill_choose(rows, layers, heads, 132, input, &c));
+    assert_true(ctxkv__prefill_choose(rows, 8192, layers, heads, 132, input, &c));
     assert_in_range(c.shape, 0, ctxkv__prefill_shape_count() - 1);
     const ctxkv_prefill_shape *s = ctxkv__prefill_shape_at(c.shape);
-    assert_int_equal(heads * 128 % s->tile_columns, 0);
-    assert_int_equal((int64_t)c.column_tiles * s->tile_columns, layers * heads * 128);
+    const int64_t head_dim = ctxkv__prefill_head_dim(input), columns = 2 * heads * head_dim;
+    assert_int_equal(columns % s->tile_columns, 0);
+    assert_int_equal(s->tile_columns % head_dim, 0);
+    assert_int_equal((int64_t)c.column_tiles * s->tile_columns, layers * columns);
     const int64_t cluster = (int64_t)s->tile_rows * s->cluster_rows;
     assert_true(c.row_tiles * cluster >= rows && (c.row_tiles - 1) * cluster < rows);
     assert_true(c.grid > 0 && c.grid <= 132 && c.grid % (unsigned)s->cluster_rows == 0);
@@ -30,20 +32,21 @@ static void choices(void **state) {
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         for (int64_t heads = 1; heads <= 16; heads++)
             for (int64_t layers = 1; layers <= 32; layers += 31)
-                for (int input = 0; input < 3; input++)
+                for (int input = 0; input <= CTXKV_PREFILL_RMS128; input++)
                     check_choice(rows[i], layers, heads, (ctxkv_prefill_input)input);
 }
 
 static void refusals(void **state) {
     (void)state;
     ctxkv_prefill_choice c;
-    assert_false(ctxkv__prefill_choose(0, 5, 2, 132, CTXKV_PREFILL_READY, &c));
-    assert_false(ctxkv__prefill_choose(-1, 5, 2, 132, CTXKV_PREFILL_READY, &c));
-    assert_false(ctxkv__prefill_choose(64, 0, 2, 132, CTXKV_PREFILL_READY, &c));
-    assert_false(ctxkv__prefill_choose(64, 5, 0, 132, CTXKV_PREFILL_READY, &c));
-    assert_false(ctxkv__prefill_choose(64, 5, 2, 1, CTXKV_PREFILL_READY, &c));
-    assert_false(ctxkv__prefill_choose(INT64_MAX, 5, 2, 132, CTXKV_PREFILL_READY, &c));
-    assert_false(ctxkv__prefill_choose(1ll << 32, 32, 64, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(0, 8192, 5, 2, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(-1, 8192, 5, 2, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(64, 0, 5, 2, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(64, 8192, 0, 2, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(64, 8192, 5, 0, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(64, 8192, 5, 2, 1, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(INT64_MAX, 8192, 5, 2, 132, CTXKV_PREFILL_READY, &c));
+    assert_false(ctxkv__prefill_choose(1ll << 32, 8192, 32, 64, 132, CTXKV_PREFILL_READY, &c));
 }
 
 static void shapes(void **state) {
@@ -59,11 +62,11 @@ static void shapes(void **state) {
 
 static void pays(void **state) {
     (void)state;
-    assert_true(ctxkv__prefill_pays(16384, 5, 2));
-    assert_true(ctxkv__prefill_pays(4096, 5, 4));
-    assert_false(ctxkv__prefill_pays(65, 5, 2));
-    assert_false(ctxkv__prefill_pays(1024, 5, 16));
-    assert_false(ctxkv__prefill_pays(0, 5, 2));
+    assert_true(ctxkv__prefill_pays(16384, 8192, 5, 2, CTXKV_PREFILL_GAINED));
+    assert_true(ctxkv__prefill_pays(4096, 8192, 5, 4, CTXKV_PREFILL_GAINED));
+    assert_false(ctxkv__prefill_pays(65, 8192, 5, 2, CTXKV_PREFILL_GAINED));
+    assert_false(ctxkv__prefill_pays(1024, 8192, 5, 16, CTXKV_PREFILL_GAINED));
+    assert_false(ctxkv__prefill_pays(0, 8192, 5, 2, CTXKV_PREFILL_GAINED));
 }
 
 static void gains(void **state) {
