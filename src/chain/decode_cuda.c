@@ -37,8 +37,7 @@ static bool suits(const struct ctxkv_chain *plan) {
     // A D that is no multiple of 64 would need columns of zeros in every caller's workspace.
     bool sound = plan->device->gpu->arch == 90 && p->hidden_size % 64 == 0 &&
                  p->mode != CTXKV_PROJECTION_CUBLAS && !plan->projection->bias_view.data &&
-                 plan->projection->args.parts == 2 &&
-                 !ctxkv__cuda_store_is_general(plan->store) &&
+                 plan->projection->args.parts == 2 && !ctxkv__cuda_store_is_general(plan->store) &&
                  ctxkv__cuda_norms_takes_lines(plan->norms);
     return sound && ctxkv__decode_takes(&shape) && ctxkv__decode_cut(&shape, 1, &cut) &&
            ctxkv__decode_cut(&shape, CTXKV_DECODE_MAX_ROWS, &cut);

@@ -213,8 +213,7 @@ static ctxkv_status run_cublas(
         result = gemm(plan, g, call, b[0].data, g->layer_stride, 0, columns, 0, layers);
     else
         for (int64_t i = 0; !result && i < parts * layers; i++)
-            result =
-                gemm(plan, g, call, b[i].data, 0, i % parts * block, block, i / parts, 1);
+            result = gemm(plan, g, call, b[i].data, 0, i % parts * block, block, i / parts, 1);
     ctxkv__lock_give(&g->lock);
     return result ? ctxkv__cublas_fail(g->cublas, result, "projecting with cuBLAS") : CTXKV_OK;
 }

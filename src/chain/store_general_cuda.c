@@ -44,9 +44,8 @@ static bool cache_wide(const struct ctxkv__cache *c, ctxkv_cache_type type) {
 static bool source_wide(const struct ctxkv_store *plan, const struct ctxkv__store_call *call) {
     bool k = ctxkv__aligned(call->k, 16) && !(call->k_layer_stride % 8) &&
              !(call->k_row_stride % 8) && !(call->k_head_stride % 8);
-    bool v = plan->desc.v_from_k ||
-             (ctxkv__aligned(call->v, 16) && !(call->v_layer_stride % 8) &&
-              !(call->v_row_stride % 8) && !(call->v_head_stride % 8));
+    bool v = plan->desc.v_from_k || (ctxkv__aligned(call->v, 16) && !(call->v_layer_stride % 8) &&
+                                     !(call->v_row_stride % 8) && !(call->v_head_stride % 8));
     return k && v;
 }
 

@@ -60,8 +60,8 @@ typedef struct {
 } ctxkv_rms_params;
 
 // ---- projection ----
-#define CTXKV_PROJECTION_BY2 1u    // an operand is not 16-byte aligned in every row
-#define CTXKV_PROJECTION_KV_BY2 2u // kv is not 4-byte aligned in every row
+#define CTXKV_PROJECTION_BY2 1u         // an operand is not 16-byte aligned in every row
+#define CTXKV_PROJECTION_KV_BY2 2u      // kv is not 4-byte aligned in every row
 #define CTXKV_PROJECTION_ROUND_FIRST 4u // the bias is added to the rounded output
 
 typedef struct {
