@@ -136,9 +136,8 @@ static void a_general_store_arrives(void **state) {
     ctxkv_store_destroy(store);
 }
 
-// One input for all layers and few columns: one GEMM would split K, a batch of one a layer does
-// not.
-static void few_columns_are_a_batch(void **state) {
+// One input for all layers and few columns: cuBLAS would split K, so the exact kernel does it.
+static void few_columns_are_exact(void **state) {
     struct box b[3];
     ctxkv_projection_desc d;
     ctxkv_projection *projection;
@@ -148,6 +147,7 @@ static void few_columns_are_a_batch(void **state) {
     d.num_kv_heads = HEADS;
     d.head_dim = HEAD;
     d.k_only = 1;
+    d.bias_add = CTXKV_BIAS_AFTER;
     const DLTensor *w = gpu_tensor(&b[0], weights, bf16, 3, LAYERS, HEADS * HEAD, D, 0);
     d.weights = &w;
     d.weight_count = 1;
@@ -157,12 +157,18 @@ static void few_columns_are_a_batch(void **state) {
     int64_t stride[] = {columns, LAYERS * columns, 1};
     gpu_tensor(&out, kv, bf16, 3, LAYERS, ROWS, columns, 0);
     out.t.strides = stride;
-    fake.gemms = 0;
+    fake.gemms = fake.launches = 0;
     const DLTensor *in = gpu_tensor(&b[1], x, bf16, 3, 1, ROWS, D, 0);
     assert_int_equal(ctxkv_projection_run(projection, in, &out.t, 0), CTXKV_OK);
-    assert_int_equal(fake.gemms, 1);
-    assert_int_equal(fake.gemm_batch, LAYERS);
-    assert_int_equal(fake.gemm_columns, columns);
+    assert_int_equal(fake.gemms, 0);
+    assert_int_equal(fake.launches, 1);
+    ctxkv_projection_params p;
+    memcpy(&p, fake.launch[0].params, sizeof p);
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_projection_16");
+    assert_int_equal(fake.launch[0].grid[0], columns / 64);
+    assert_int_equal(p.parts, 1);
+    assert_int_equal(p.block_columns, columns);
+    assert_int_equal(p.flags, CTXKV_PROJECTION_ROUND_FIRST);
     ctxkv_projection_destroy(projection);
 }
 
@@ -182,7 +188,7 @@ static void narrow_equals_the_truth(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_general_store_arrives, setup, teardown),
-        cmocka_unit_test_setup_teardown(few_columns_are_a_batch, setup, teardown),
+        cmocka_unit_test_setup_teardown(few_columns_are_exact, setup, teardown),
         cmocka_unit_test(narrow_equals_the_truth),
     };
     return cmocka_run_group_tests(tests, 0, 0);
