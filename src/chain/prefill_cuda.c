@@ -41,7 +41,8 @@ static bool is_family(const struct ctxkv_chain *plan) {
 static bool suits(const struct ctxkv_chain *plan) {
     const ctxkv_projection_desc *p = &plan->projection->desc;
     bool sound = (is_muse(plan) || is_family(plan)) && p->mode != CTXKV_PROJECTION_CUBLAS &&
-                 !plan->projection->bias_view.data;
+                 !plan->projection->bias_view.data && plan->projection->args.parts == 2 &&
+                 !ctxkv__cuda_store_is_general(plan->store);
     for (int64_t i = 0; sound && i < 2 * p->num_layers; i++) {
         const struct ctxkv__weight_block *b = &plan->projection->blocks[i];
         sound = ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0 && b->row_stride > 0;

@@ -57,8 +57,7 @@ static __device__ __forceinline__ void rms_angles(uint4 (&cs)[HD / 32], const u1
 }
 
 template <int HD>
-static __device__ __forceinline__ void rms_rotate(
-    uint4 (&w)[HD / 32], const uint4 (&cs)[HD / 32]) {
+static __device__ __forceinline__ void rms_rotate(uint4 (&w)[HD / 32], const uint4 (&cs)[HD / 32]) {
     constexpr int PAIRS = HD / 64;
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {

@@ -20,7 +20,8 @@ static __device__ __forceinline__ void prefill_copy_weights(
         int row[BOXES];
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
-            const int at = p.first_layer * 2 * S::HEAD * p.heads + column * S::N + r * PART + i * BOX;
+            const int at =
+                p.first_layer * 2 * S::HEAD * p.heads + column * S::N + r * PART + i * BOX;
             map[i] = p.w_maps + at / p.w_rows;
             row[i] = at % p.w_rows;
         }

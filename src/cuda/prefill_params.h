@@ -41,7 +41,7 @@ typedef struct {
     const float *gains;     // [L, D] as ctxkv_prefill_pack_gains leaves them; gained input only
     const long long *positions;
     const void *cos_sin; // BF16 [max_position, head_dim]; null: no RoPE
-    const float *k_gain;                // [L, head_dim]; kernels of the RMS K norm only
+    const float *k_gain; // [L, head_dim]; kernels of the RMS K norm only
     ctxkv_fault_record *faults;
     void *kv;                   // BF16
     long long kv_layer, kv_row; // elements

@@ -65,7 +65,9 @@ static int tile_counts(
 int ctxkv__prefill_choose(
     int64_t rows, int64_t columns, int64_t layers, int64_t heads, int sms,
     ctxkv_prefill_input input, ctxkv_prefill_choice *choice) {
-    if (columns < 1 || columns > 1 << 24 || rows < 1 || rows > INT32_MAX || layers < 1 || layers > 1 << 20) return 0;
+    if (columns < 1 || columns > 1 << 24 || rows < 1 || rows > INT32_MAX || layers < 1 ||
+        layers > 1 << 20)
+        return 0;
     if (heads < 1 || heads > 1 << 20) return 0;
     const int head = ctxkv__prefill_head_dim(input);
     const int ready = input != CTXKV_PREFILL_SCALED && input != CTXKV_PREFILL_GAINED;
@@ -103,16 +105,18 @@ static int family_pays(
     const ctxkv_prefill_choice *choice) {
     const double n = 2.0 * (double)(layers * heads * ctxkv__prefill_head_dim(input));
     const double t = (double)rows;
-    const double gemm = larger(8.5 + n * (double)columns * 2 / 4.5e6, 6 + 2 * t * n * (double)columns / 800e6);
+    const double gemm =
+        larger(8.5 + n * (double)columns * 2 / 4.5e6, 6 + 2 * t * n * (double)columns / 800e6);
     const double store = larger(1.7, t * n * 1.3e-6);
     return choice->us < gemm + store;
 }
 
 int ctxkv__prefill_pays(
     int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input) {
-    ctxkv_prefill_choice choice;
+    ctxkv_prefill_choice choice = {0};
     if (!ctxkv__prefill_choose(rows, columns, layers, heads, 132, input, &choice)) return 0;
-    if (input >= CTXKV_PREFILL_RMS64) return family_pays(rows, columns, layers, heads, input, &choice);
+    if (input >= CTXKV_PREFILL_RMS64)
+        return family_pays(rows, columns, layers, heads, input, &choice);
     if (heads > 8) return 0; // level with cuBLAS at best
     // Fits to measured times of the pre-kernel and of the three steps it replaces, in microseconds.
     const double t = (double)rows, l = (double)layers, h = (double)heads;

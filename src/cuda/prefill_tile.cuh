@@ -111,7 +111,8 @@ static __device__ __forceinline__ void prefill_finish(
     }
 }
 
-// The same for the family of SPEC 5, once the quad has exchanged words for vectors of eight columns.
+// The same for the family of SPEC 5, once the quad has exchanged words for vectors of eight
+// columns.
 template <class S>
 static __device__ __forceinline__ void prefill_finish_rms(
     const float (&acc)[S::N / 2], const ctxkv_prefill_params &p, i64 row, int layer, int first_head,
