@@ -140,7 +140,7 @@ void ctxkv__cuda_norms_destroy(struct ctxkv_norms *plan) {
     struct norms_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (g->memory && !ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (g->memory && !ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->memory);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }

@@ -58,11 +58,11 @@ static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection
     const struct ctxkv__cublas *b;
     ctxkv_status status = ctxkv__cublas_get(gpu->cublas_path, &b);
     if (status) return status;
-    int version = 0, result = b->create(&g->handle);
+    int version = 0, result = ctxkv__cublas_take(b, gpu, &g->handle);
     if (result) return ctxkv__cublas_fail(b, result, "creating a cuBLAS handle");
     status = ctxkv__gpu_alloc(gpu, CTXKV__CUBLAS_WORKSPACE, "cuBLAS's workspace", &g->workspace);
     if (status) {
-        b->destroy(g->handle);
+        ctxkv__cublas_give(b, gpu, g->handle);
         return status;
     }
     if (!b->version(g->handle, &version)) gpu->cublas_version = version;
@@ -150,8 +150,8 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
     struct projection_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
-        if (g->cublas) g->cublas->destroy(g->handle);
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
+        if (g->cublas) ctxkv__cublas_give(g->cublas, plan->device->gpu, g->handle);
         ctxkv__gpu_free(plan->device->gpu, g->blocks);
         ctxkv__gpu_free(plan->device->gpu, g->bias);
         ctxkv__gpu_free(plan->device->gpu, g->workspace);

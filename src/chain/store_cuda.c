@@ -116,7 +116,7 @@ void ctxkv__cuda_store_destroy(struct ctxkv_store *plan) {
     struct store_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->faults);
         ctxkv__gpu_free(plan->device->gpu, g->k_gain);
         ctxkv__gpu_leave(plan->device->gpu, &scope);

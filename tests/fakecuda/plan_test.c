@@ -193,6 +193,28 @@ static void captures_refuse_plans(void **state) {
     ctxkv_device_close(device);
 }
 
+// A capture that the driver does not tell of stays whole whatever plans are made and destroyed.
+static void other_captures_stay_whole(void **state) {
+    (void)state;
+    struct parts p, q;
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+    assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+    fake.other_capturing = true;
+    assert_int_equal(make_chain(p.device, false, &q.chain), CTXKV_OK);
+    assert_int_equal(bind(q.chain, 0), CTXKV_OK);
+    assert_int_equal(run(q.chain, 0), CTXKV_OK);
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_chain_destroy(q.chain);
+    assert_false(fake.capture_ended);
+    assert_int_equal(fake.handles, 2); // kept for the plans to come
+    assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+    assert_int_equal(fake.handles, 2);
+    assert_false(fake.capture_ended);
+    fake.other_capturing = false;
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_device_close(p.device);
+}
+
 static void runs_only_launch(void **state) {
     (void)state;
     struct parts p;
@@ -523,6 +545,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(works, setup, teardown),
         cmocka_unit_test_setup_teardown(every_call_fails, setup, teardown),
         cmocka_unit_test_setup_teardown(captures_refuse_plans, setup, teardown),
+        cmocka_unit_test_setup_teardown(other_captures_stay_whole, setup, teardown),
         cmocka_unit_test_setup_teardown(runs_only_launch, setup, teardown),
         cmocka_unit_test_setup_teardown(parameters_arrive, setup, teardown),
         cmocka_unit_test_setup_teardown(few_rows_take_the_decode_kernels, setup, teardown),
