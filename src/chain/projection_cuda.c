@@ -5,7 +5,7 @@
 
 #include "../device/cublas.h"
 #include "../ops/norms.h"
-#include "cuda_plan.h"
+#include "decode_parts.h"
 
 struct projection_gpu {
     CUdeviceptr blocks; // ctxkv_projection_block [2L]
@@ -18,6 +18,8 @@ struct projection_gpu {
     CUdeviceptr workspace; // for runs without one of their own
     pthread_mutex_t lock;  // around the handle's stream and workspace
     void *stream_set, *workspace_set;
+    struct ctxkv__projection_few *few; // NULL: not there
+    int64_t most_few;                  // rows that go that way where cuBLAS could, too
     size_t bytes;
 };
 
@@ -116,6 +118,15 @@ static ctxkv_status check_kind(const struct ctxkv_projection *plan) {
     return CTXKV_OK;
 }
 
+// Where the decode kernels beat cuBLAS (bench/results/h200.json, docs/gpu.md), or stand in for the
+// exact one, a tenth as fast. They cost a copy of the weights.
+static bool wants_few(const struct ctxkv_projection *plan, struct projection_gpu *g) {
+    bool narrow = plan->desc.hidden_size == 8192 && 2 * plan->args.block_columns <= 256;
+    if (plan->in_chain || plan->desc.mode == CTXKV_PROJECTION_CUBLAS) return false;
+    g->most_few = narrow ? 16 : 0;
+    return !g->cublas || g->most_few;
+}
+
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     struct ctxkv__gpu_scope scope;
@@ -142,6 +153,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
+    if (!status && wants_few(plan, g)) status = ctxkv__projection_few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -155,6 +167,7 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
         ctxkv__gpu_free(plan->device->gpu, g->blocks);
         ctxkv__gpu_free(plan->device->gpu, g->bias);
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
+        ctxkv__projection_few_destroy(plan, g->few);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
     pthread_mutex_destroy(&g->lock);
@@ -163,7 +176,8 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
 }
 
 size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan) {
-    return ((const struct projection_gpu *)plan->gpu)->bytes;
+    const struct projection_gpu *g = plan->gpu;
+    return g->bytes + ctxkv__projection_few_memory(g->few);
 }
 
 bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan) {
@@ -285,7 +299,10 @@ ctxkv_status ctxkv__cuda_projection_launch(
                 ? plan->desc.num_layers * call.kv_layer_stride
                 : 2 * plan->args.block_columns;
     }
-    if (g->cublas && cublas_fits(plan, g, &call)) return run_cublas(plan, g, &call, workspace);
+    bool cublas = g->cublas && cublas_fits(plan, g, &call);
+    if (g->few && call.rows <= (cublas ? g->most_few : CTXKV_DECODE_MAX_ROWS))
+        return ctxkv__projection_few_launch(plan, g->few, given);
+    if (cublas) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)
         return ctxkv__fail(
             CTXKV_INVALID_ARGUMENT,
