@@ -66,6 +66,26 @@ def h200(ops=("norms", "projection", "store", "chain"), rows_wanted=None, heads_
     return markdown(head, table)
 
 
+def qwen3(ops=("chain", "norm", "projection", "store"), rows_wanted=None):
+    """The weighted family beside vLLM's stock kernels (bench/weighted_bench.py)."""
+    data = load("h200_qwen3")
+    if data is None:
+        return "(no results committed yet)"
+    table = []
+    for op in ops:
+        rows = sorted((r for r in data["rows"] if r["op"] == op), key=lambda r: r["rows"])
+        for shape in dict.fromkeys(r["shape"] for r in data["rows"]):
+            for row in rows:
+                if row["shape"] != shape or (rows_wanted and row["rows"] not in rows_wanted):
+                    continue
+                t = row["us"]
+                table.append([op, shape, str(row["rows"]), us(t.get("ctxkv")), us(t.get("stock")),
+                              us(t.get("cublas")), us(t.get("floor")),
+                              ratio(t.get("ctxkv"), t.get("stock", t.get("cublas")))])
+    head = ["op", "shape", "rows", "ctxkv us", "stock us", "cuBLAS us", "floor us", "ctxkv / peer"]
+    return markdown(head, table)
+
+
 def cpu(ops=("norms", "projection", "store", "chain")):
     data = load("cpu")
     if data is None:
@@ -118,6 +138,8 @@ TABLES = {
     "cpu-chain": lambda: cpu(("chain",)),
     "peers": peers,
     "h200": h200,
+    "h200-qwen3": qwen3,
+    "h200-qwen3-chain": lambda: qwen3(("chain",), (1, 8, 64, 256, 1024, 16384)),
     "h200-chain": lambda: h200(("chain",), (1, 8, 64, 1024, 16384), (2, 16)),
 }
 

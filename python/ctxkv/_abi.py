@@ -19,6 +19,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from typing import Any
 
 # DLPack device types and type codes (dlpack.h).
 CPU, CUDA, CUDA_HOST = 1, 2, 3
@@ -214,7 +215,7 @@ STRUCTS = [
 
 # Handles (ctxkv_device and the plans) are plain addresses. Statuses are int32.
 _T, _TS, _H, _S = TensorPointer, TensorPointers, c_void_p, c_int32
-PROTOTYPES: dict[str, tuple] = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ctxkv_version": (c_char_p, []),
     "ctxkv_status_name": (c_char_p, [_S]),
     "ctxkv_status_text": (c_char_p, [_S]),

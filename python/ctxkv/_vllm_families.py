@@ -36,7 +36,33 @@ def _same(values: Sequence[Any], what: str) -> Any:
     return values[0]
 
 
-def check_layers(layers: Sequence[Any]) -> None:
+class Caches(NamedTuple):
+    """What the layers' caches hold, and the scales that their inserts divide by (FP8)."""
+
+    cache_type: str
+    k_scales: Optional[list[torch.Tensor]]
+    v_scales: Optional[list[torch.Tensor]]
+
+
+# vLLM's kv_cache_dtype as ours. Others quantise in their own way: not here.
+_CACHE_TYPES = {
+    "auto": "bf16", "bfloat16": "bf16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
+_CACHE_DTYPES = {
+    "bf16": (torch.bfloat16,), "fp8_e4m3": (torch.uint8, torch.float8_e4m3fn),
+    "fp8_e5m2": (torch.uint8, torch.float8_e5m2),
+}
+
+
+def _scale(attn: Any, name: str, i: int) -> torch.Tensor:
+    scale: Any = getattr(attn, name, None)
+    known = isinstance(scale, torch.Tensor) and scale.dtype == torch.float32
+    _need(known and scale.numel() == 1, f"{name} of layer {i} is not one FP32 value")
+    return scale.detach().reshape(())
+
+
+def check_layers(layers: Sequence[Any]) -> Caches:
     """What is known of the attention layers before their caches exist."""
     for attn in layers:
         update = getattr(type(attn.impl), "do_kv_cache_update", None)
@@ -46,18 +72,31 @@ def check_layers(layers: Sequence[Any]) -> None:
             f"attention backend {type(attn.impl).__name__} inserts in its own way",
         )
         dtype = getattr(attn, "kv_cache_dtype", "auto")
-        _need(dtype in ("auto", "bfloat16"), f"kv_cache_dtype is {dtype}, must be bfloat16")
+        _need(dtype in _CACHE_TYPES, f"kv_cache_dtype is {dtype}, must be bfloat16 or fp8")
         kind = str(getattr(attn.impl, "attn_type", "decoder"))
         _need("encoder" not in kind.lower().replace("encoder_decoder", ""), f"attn_type is {kind}")
         shared = getattr(attn.impl, "kv_sharing_target_layer_name", None)
         _need(shared is None, f"a layer shares the cache of {shared}")
+    kind = _same(
+        [_CACHE_TYPES[getattr(attn, "kv_cache_dtype", "auto")] for attn in layers],
+        "kv_cache_dtype",
+    )
+    if kind == "bf16":
+        return Caches(kind, None, None)
+    return Caches(
+        kind,
+        [_scale(attn, "_k_scale", i) for i, attn in enumerate(layers)],
+        [_scale(attn, "_v_scale", i) for i, attn in enumerate(layers)],
+    )
 
 
-def check_caches(caches: Sequence[torch.Tensor], like: torch.Tensor, heads: int, dim: int) -> None:
+def check_caches(
+    caches: Sequence[torch.Tensor], like: torch.Tensor, heads: int, dim: int, kind: str
+) -> None:
     """The caches as bound by vLLM: [num_blocks, H, block_size, 2*head_dim], any strides."""
     for i, cache in enumerate(caches):
-        shape = list(cache.shape)
-        _need(cache.dtype == torch.bfloat16, f"cache {i} is {cache.dtype}, must be bfloat16")
+        shape, must = list(cache.shape), _CACHE_DTYPES[kind]
+        _need(cache.dtype in must, f"cache {i} is {cache.dtype}, must be {must[-1]}")
         _need(cache.device == like.device, f"cache {i} lies on {cache.device}")
         _need(
             len(shape) == 4 and shape[1] == heads and shape[3] == 2 * dim,
@@ -121,7 +160,7 @@ def muse_spark(model: Any) -> Described:
         _need(getattr(type(model), name, None) is getattr(Known, name), f"{name} is overridden")
     if not hasattr(model, "_num_attn_layers"):
         model._build_fused_kv_buffers()
-    check_layers(model._attn_layers)
+    caches = check_layers(model._attn_layers)
     weights, dim = model._stacked_kv_weight, model._head_dim
     _need(weights.dtype == torch.bfloat16, f"the K/V weights are {weights.dtype}")
     _need(dim == 64, f"head_dim is {dim}, must be 64")
@@ -134,42 +173,119 @@ def muse_spark(model: Any) -> Described:
             "num_kv_heads": model._num_kv_heads, "head_dim": dim, "hidden": hidden, "layer": layer,
             "hidden_weight": hidden_weight[0] if hidden_weight else None,
             "layer_weights": layer_weights, "k_norm": "plain", "k_eps": model._rms_norm_eps,
-            "rope": rope, "cos_sin": table,
+            "rope": rope, "cos_sin": table, **caches._asdict(),
         },
         table,
     )
+
+
+# ---- the Qwen3 family: vllm.model_executor.models.qwen3_dflash and its heirs -------------------
+# The parts of the chain that an heir may have of its own, and those that none may.
+_SHARED = ("precompute_and_store_context_kv", "_normalize_context_k")
+
+
+def _inherits(model: Any, known: type, names: Sequence[str]) -> None:
+    for name in names:
+        ours = getattr(type(model), name, None)
+        _need(ours is getattr(known, name), f"{name} of {type(model).__name__} is overridden")
+    if not hasattr(model, "_num_attn_layers"):
+        model._build_fused_kv_buffers()
+
+
+def _bf16(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    _need(tensor.dtype == torch.bfloat16, f"{what} is {tensor.dtype}")
+    return tensor.detach()
+
+
+def _table(model: Any, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+    """The rotation of all layers: layer 0's, as the stock chain has it."""
+    dim, given = model._head_dim, model._rope_cos_sin_cache
+    _need(model._rope_head_size == dim, f"RoPE of heads of {model._rope_head_size}, not {dim}")
+    _need(
+        given.dim() == 2 and given.shape[1] <= dim and given.shape[1] % 2 == 0,
+        f"RoPE table {list(given.shape)} for heads of {dim}",
+    )
+    table = given.to(device=device, dtype=torch.bfloat16).contiguous()
+    kind = "neox" if model._rope_is_neox else "gptj"
+    return {"rope": kind, "rotary_dim": table.shape[1], "cos_sin": table}, table
+
+
+def _family(model: Any, weights: torch.Tensor, **own: Any) -> Described:
+    """What all of the family have in common, and what is a draft's own."""
+    caches, dim = check_layers(model._attn_layers), model._head_dim
+    _bf16(weights, "the K/V weights' dtype")
+    _need(dim in (64, 128, 256, 512), f"head_dim is {dim}, must be 64, 128, 256 or 512")
+    scale = getattr(model.layers[0].self_attn, "v_scale", None)
+    _need(scale is None or scale != 0, "v_scale is 0")
+    rope, table = _table(model, weights.device)
+    return Described(
+        weights,
+        {
+            "num_kv_heads": model._num_kv_heads, "head_dim": dim, "k_norm": "rms",
+            "k_eps": model._rms_norm_eps, "v_scale": scale,
+            "k_norm_weight": _bf16(model._k_norm_weights, "the K norm's weight"), **rope,
+            **caches._asdict(), **own,
+        },
+        table,
+    )
+
+
+def _hidden_norm(model: Any) -> dict[str, Any]:
+    return {
+        "hidden": Norm("rms", model._rms_norm_eps), "layer": Norm("absent", 0.0),
+        "hidden_weight": _bf16(model._hidden_norm_weight, "the hidden norm's weight"),
+    }
+
+
+def _per_layer(flat: Optional[torch.Tensor], layers: int) -> Optional[torch.Tensor]:
+    return None if flat is None else flat.detach().view(layers, -1)
 
 
 def qwen3(model: Any) -> Described:
-    """vllm.model_executor.models.qwen3_dflash.DFlashQwen3Model and what inherits its chain."""
+    """DFlashQwen3Model and what inherits its chain: DSpark, DFlash2, XPress, LiLiCorr."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model as Known
 
-    for name in (
-        "precompute_and_store_context_kv", "_project_context_kv", "_normalize_context_k",
-        "_build_fused_kv_buffers", "_build_context_kv_buffers",
-    ):
-        _need(getattr(type(model), name, None) is getattr(Known, name), f"{name} is overridden")
-    if not hasattr(model, "_num_attn_layers"):
-        model._build_fused_kv_buffers()
-    check_layers(model._attn_layers)
-    flat, layers, dim = model._fused_kv_weight, model._num_attn_layers, model._head_dim
+    own = ("_project_context_kv", "_build_fused_kv_buffers", "_build_context_kv_buffers")
+    _inherits(model, Known, _SHARED + own)
+    flat, layers = model._fused_kv_weight, model._num_attn_layers
     _need(flat is not None, "the K/V weights are quantised")
-    _need(flat.dtype == torch.bfloat16, f"the K/V weights are {flat.dtype}")
-    _need(dim in (64, 128, 256, 512), f"head_dim is {dim}, must be 64, 128, 256 or 512")
-    scale = getattr(model.layers[0].self_attn, "v_scale", None)
-    _need(scale is None, f"v_scale is {scale}, must be absent")
-    bias = model._fused_kv_bias
-    eps, weight = model._rms_norm_eps, model._hidden_norm_weight
-    for name, norm in (("hidden", weight), ("K", model._k_norm_weights)):
-        _need(norm.dtype == torch.bfloat16, f"the {name} norm's weight is {norm.dtype}")
-    rope, table = _rope(model.layers[0].self_attn.rotary_emb, dim, flat.device)
-    return Described(
-        flat.view(layers, -1, flat.shape[-1]),
-        {
-            "num_kv_heads": model._num_kv_heads, "head_dim": dim, "hidden": Norm("rms", eps),
-            "layer": Norm("absent", 0.0), "hidden_weight": weight.detach(),
-            "bias": None if bias is None else bias.view(layers, -1), "k_norm": "rms",
-            "k_eps": eps, "k_norm_weight": model._k_norm_weights, "rope": rope, "cos_sin": table,
-        },
-        table,
+    return _family(
+        model, flat.view(layers, -1, flat.shape[-1]), **_hidden_norm(model),
+        bias=_per_layer(model._fused_kv_bias, layers),
     )
+
+
+def laguna(model: Any) -> Described:
+    """DFlashLagunaModel: each layer's own norm of the states, a GEMM for each, bias after it."""
+    from vllm.model_executor.models.laguna_dflash import DFlashLagunaModel as Known
+
+    own = (
+        "_project_context_kv", "_build_fused_kv_buffers", "_build_context_kv_buffers",
+        "_normalize_context_k",
+    )
+    _inherits(model, Known, _SHARED + own)
+    return _family(
+        model, model._kv_weights, hidden=Norm("absent", 0.0),
+        layer=Norm("rms", model._rms_norm_eps), bias=model._kv_biases, bias_add="after",
+        layer_weights=_bf16(model._input_layernorm_weights, "the layers' norm's weight"),
+    )
+
+
+def gemma4(model: Any) -> Described:
+    """Gemma4DSparkModel: V is the weightless norm of raw K."""
+    from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkModel as Known
+
+    own = ("_project_context_kv", "_build_fused_kv_buffers", "_build_context_kv_buffers")
+    _inherits(model, Known, _SHARED + own)
+    flat, layers, ones = model._fused_k_weight, model._num_attn_layers, model._v_norm_weights
+    _need(bool((ones == 1).all()), "the V norm has a weight")
+    return _family(
+        model, flat.view(layers, -1, flat.shape[-1]), **_hidden_norm(model),
+        bias=_per_layer(model._fused_k_bias, layers), v_from_k=True, v_norm="rms",
+        v_eps=model._rms_norm_eps,
+    )
+
+
+def own_kernel(model: Any) -> Described:
+    """Drafts whose stock chain ends in a fused kernel of their own."""
+    raise Stock(f"{type(model).__name__} inserts by a kernel of its own")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import os
 import weakref
 from ctypes import byref, c_int64, c_void_p
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence, TypeVar
 
 from . import _abi, _cublas, _tensor
 from ._library import check, choice, integer, library, real
@@ -32,7 +33,7 @@ class Norm(NamedTuple):
 class FaultReport(NamedTuple):
     """What runs skipped: pairs of (layer, row), and the first of them."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's count() is not missed here
     kind: str
     layer: int
     row: int
@@ -73,7 +74,7 @@ class Device:
         self.name = name
         self.handle = handle.value
         self._finalizer = weakref.finalize(self, lib.ctxkv_device_close, self.handle)
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # type: ignore[misc]  # typeshed lacks it
 
     @property
     def is_cuda(self) -> bool:
@@ -108,6 +109,9 @@ def cuda_device_count() -> int:
     return library().ctxkv_cuda_device_count()
 
 
+_Self = TypeVar("_Self", bound="_Plan")
+
+
 class _Plan:
     """A handle, the tensors that it uses where they lie, and its end."""
 
@@ -127,18 +131,34 @@ class _Plan:
         self._finalizer = weakref.finalize(
             self, getattr(lib, f"ctxkv_{self._kind}_destroy"), self.handle
         )
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # type: ignore[misc]  # typeshed lacks it
 
     def close(self) -> None:
         """Destroys the plan; no run may be under way. May be called again."""
         self._finalizer()
         self.handle = None
 
-    def __enter__(self):
+    def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made_of(
+    describe: Callable[..., tuple[Any, Any]], keep: bool = True
+) -> Callable[..., None]:
+    """The __init__ of a plan: a device, then the arguments of describe, as help() shows them.
+    keep: the tensors are used where they lie."""
+
+    def __init__(self: Any, device: Device, *arguments: Any, **named: Any) -> None:
+        desc, tensors = describe(*arguments, **named)
+        self._create(device, desc, tensors if keep else None)
+
+    own, given = inspect.signature(__init__).parameters, inspect.signature(describe).parameters
+    shown = [own["self"], own["device"], *given.values()]
+    setattr(__init__, "__signature__", inspect.Signature(shown, return_annotation=None))
+    return __init__
 
 
 def _norm(name: str, norm: Norm) -> _abi.Norm:
@@ -192,6 +212,8 @@ def _projection_desc(
     hidden_size: int = 8192,
     head_dim: int = 64,
     bias: Any = None,
+    bias_add: str = "fused",
+    k_only: bool = False,
     mode: str = "auto",
     max_rows: int = 0,
 ) -> tuple[_abi.ProjectionDesc, Any]:
@@ -203,10 +225,12 @@ def _projection_desc(
     desc.head_dim = integer("head_dim", head_dim)
     if weights is None:
         raise ValueError("weights is None, must be one tensor, or a list of them")
-    given = _one_or_list(weights, "weights")
+    given = TensorList([weights] if _tensor.is_tensor(weights) else weights, "weights")
     desc.weights, desc.weight_count = given.pointers, given.count
     bias = _tensor.optional(bias, "bias")
     desc.bias = _pointer(bias)
+    desc.bias_add = choice("bias_add", bias_add, _abi.BIAS_ADDS)
+    desc.k_only = int(bool(k_only))
     desc.mode = choice("mode", mode, _abi.PROJECTION_MODES)
     desc.max_rows = integer("max_rows", max_rows)
     return desc, (given, bias)
@@ -220,9 +244,17 @@ def _store_desc(
     k_norm: str = "plain",
     k_eps: float = 1e-5,
     k_norm_weight: Any = None,
+    k_gain_centre: float = 0.0,
     rope: str = "none",
     rotary_dim: int = 0,
     cos_sin: Any = None,
+    v_norm: str = "absent",
+    v_eps: float = 1e-5,
+    v_scale: Optional[float] = None,
+    v_from_k: bool = False,
+    cache_type: str = "bf16",
+    k_scales: Any = None,
+    v_scales: Any = None,
     checked: bool = False,
 ) -> tuple[_abi.StoreDesc, Any]:
     desc = _abi.StoreDesc()
@@ -233,12 +265,44 @@ def _store_desc(
     desc.k_norm = choice("k_norm", k_norm, _abi.K_NORMS)
     desc.k_eps = real("k_eps", k_eps)
     weight = _tensor.optional(k_norm_weight, "k_norm_weight")
-    table = _tensor.optional(cos_sin, "cos_sin")
-    desc.k_norm_weight, desc.cos_sin = _pointer(weight), _pointer(table)
+    desc.k_norm_weight = _pointer(weight)
+    desc.k_gain_centre = real("k_gain_centre", k_gain_centre)
     desc.rope = choice("rope", rope, _abi.ROPES)
     desc.rotary_dim = integer("rotary_dim", rotary_dim)
+    if cos_sin is None or _tensor.is_tensor(cos_sin):
+        tables: Any = _tensor.optional(cos_sin, "cos_sin")
+        desc.cos_sin = _pointer(tables)
+    else:
+        tables = TensorList(cos_sin, "cos_sin")
+        desc.layer_cos_sin, desc.layer_cos_sin_count = tables.pointers, tables.count
+    desc.v_norm = choice("v_norm", v_norm, _abi.V_NORMS)
+    desc.v_eps = real("v_eps", v_eps)
+    desc.v_scale = _v_scale(v_scale)
+    desc.v_from_k = int(bool(v_from_k))
+    desc.cache_type = choice("cache_type", cache_type, _abi.CACHE_TYPES)
+    scales = _scales(desc, k_scales, v_scales)
     desc.checked = int(bool(checked))
-    return desc, (weight, table)
+    return desc, (weight, tables, scales)
+
+
+def _v_scale(given: Optional[float]) -> float:
+    scale = 0.0 if given is None else real("v_scale", given)
+    if given is not None and scale == 0:
+        raise ValueError("v_scale is 0, must be another number, or None for V as it is")
+    return scale
+
+
+def _scales(desc: _abi.StoreDesc, k_scales: Any, v_scales: Any) -> Any:
+    if (k_scales is None) != (v_scales is None):
+        name, other = ("k", "v") if k_scales is None else ("v", "k")
+        raise ValueError(f"{name}_scales is None, must be given with {other}_scales")
+    if k_scales is None:
+        return None
+    k, v = TensorList(k_scales, "k_scales"), TensorList(v_scales, "v_scales")
+    if k.count != v.count:
+        raise ValueError(f"v_scales has {v.count} tensors, must have {k.count} as k_scales")
+    desc.k_scales, desc.v_scales, desc.scale_count = k.pointers, v.pointers, k.count
+    return k, v
 
 
 class Norms(_Plan):
@@ -251,10 +315,7 @@ class Norms(_Plan):
 
     _kind = "norms"
 
-    def __init__(self, device: Device, **arguments: Any) -> None:
-        desc, keep = _norms_desc(**arguments)
-        self._create(device, desc, None)
-        del keep  # the weights were copied
+    __init__ = _made_of(_norms_desc, keep=False)  # the weights are copied
 
     def run(self, x: Any, out: Any, stream: int = 0) -> None:
         """x: BF16 [T, D]. out: BF16 [L, T, D], or [1, T, D] when the layer norm is absent."""
@@ -266,14 +327,14 @@ class Projection(_Plan):
     """x W^T for every layer, K columns then V columns.
 
     weights: BF16, one [L, 2*H*head_dim, D], or L of [2*H*head_dim, D], or 2L of [H*head_dim, D];
-    used where they lie. bias: BF16 [L, 2*H*head_dim] or None. mode: "auto", "exact", "cublas".
+    used where they lie. bias: BF16 [L, 2*H*head_dim] or None. bias_add: "fused", BF16(acc + bias),
+    or "after", BF16(BF16(acc) + bias). k_only: no V, half the columns. mode: "auto", "exact",
+    "cublas".
     """
 
     _kind = "projection"
 
-    def __init__(self, device: Device, weights: Any, **arguments: Any) -> None:
-        desc, keep = _projection_desc(weights, **arguments)
-        self._create(device, desc, keep)
+    __init__ = _made_of(_projection_desc)
 
     def run(self, normed: Any, kv: Any, stream: int = 0) -> None:
         """normed: BF16 [L, T, D] or [1, T, D]. kv: BF16 [L, T, 2*H*head_dim], any outer strides."""
@@ -313,24 +374,28 @@ class Store(_Caching):
     """K norm, RoPE and cache insert.
 
     num_layers, num_kv_heads, head_dim (64, 128, 256, 512). k_norm: "plain" (head_dim 64), "rms"
-    with k_norm_weight [L, head_dim], or "absent". rope: "none", "gptj" or "neox" with cos_sin BF16
-    [max_position, rotary_dim], used where it lies. checked: CPU only, fail instead of skipping.
+    with k_norm_weight [L, head_dim] (k_gain_centre is added to it; None: weightless), or "absent".
+    rope: "none", "gptj" or "neox" of the first rotary_dim elements (0: all) with cos_sin
+    [max_position, rotary_dim] in BF16, FP16 or FP32, or L of them; used where they lie.
+    v_norm: "absent", or "rms" with v_eps, weightless. v_scale: V becomes BF16(V * v_scale); None:
+    no. v_from_k: V is made of raw K. cache_type: "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"; for FP8,
+    k_scales and v_scales: L FP32 values each, in tensors that every run reads, None for 1.
+    checked: CPU only, fail instead of skipping.
     """
 
     _kind = "store"
 
-    def __init__(self, device: Device, **arguments: Any) -> None:
-        desc, keep = _store_desc(**arguments)
-        self._create(device, desc, keep)
+    __init__ = _made_of(_store_desc)
 
     def run(self, k: Any, v: Any, positions: Any, slots: Any, stream: int = 0) -> None:
-        """k, v: BF16 [L, T, H, head_dim]. positions: int64 [T] (None without RoPE). slots: one
-        int64 [R] for all layers, or L of them with None where a layer stores nothing."""
-        keys, values = _tensor.of(k, "k"), _tensor.of(v, "v")
+        """k, v: BF16 [L, T, H, head_dim] (v None with v_from_k). positions: int64 [T] (None
+        without RoPE). slots: one int64 [R] for all layers, or L of them with None where a layer
+        stores nothing."""
+        keys, values = _tensor.of(k, "k"), _tensor.optional(v, "v")
         where, lists = _tensor.optional(positions, "positions"), _slots(slots)
         check(
             library().ctxkv_store_run(
-                self.handle, byref(keys), byref(values), _pointer(where), lists.pointers,
+                self.handle, byref(keys), _pointer(values), _pointer(where), lists.pointers,
                 lists.count, stream or None,
             )
         )
@@ -367,7 +432,7 @@ class Chain(_Caching):
         del keep_first
         self.num_layers, self.max_rows = first.num_layers, desc.max_rows
         self._run_call = lib.ctxkv_chain_run_call
-        self._calls: list[tuple] = []
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     @property
     def workspace_size(self) -> int:
@@ -390,7 +455,7 @@ class Chain(_Caching):
             )
         )
 
-    def _new_call(self) -> tuple:
+    def _new_call(self) -> tuple[Any, Any, Any, Any]:
         call = _abi.ChainCall()
         library().ctxkv_chain_call_init(byref(call))
         slots, rows = (c_void_p * self.num_layers)(), (c_int64 * self.num_layers)()
@@ -431,11 +496,14 @@ class Chain(_Caching):
             check(status)
 
 
-def rope_table(theta: float, rotary_dim: int, positions: int) -> _tensor.Tensor:
-    """vLLM's cos/sin table of the GPU, bit for bit: BF16 [positions, rotary_dim], cos then sin."""
+def rope_table(
+    theta: float, rotary_dim: int, positions: int, dtype: str = "bf16"
+) -> _tensor.Tensor:
+    """vLLM's cos/sin table of the GPU, bit for bit: [positions, rotary_dim], cos then sin, as
+    "bf16", "float16" or "fp32"."""
     theta, dim = real("theta", theta), integer("rotary_dim", rotary_dim)
     rows = integer("positions", positions)
-    table = _tensor.Tensor((max(rows, 0), max(dim, 0)), "bf16")
+    table = _tensor.Tensor((max(rows, 0), max(dim, 0)), dtype)
     look = _tensor.of(table, "table")
     check(library().ctxkv_rope_table(theta, dim, rows, byref(look)))
     return table

@@ -66,7 +66,7 @@ def _series(row: dict[str, Any]) -> dict[str, float]:
             for name, value in us.items() if value is not None
         }
     else:
-        found = {"ctxkv": float(us)}
+        found = {"ctxkv": float(row["median_us"] if us is None else us)}
         # Measured in the same run; older files know only a copy of the same bytes.
         copied = found["ctxkv"] * float(row.get("copy_share") or 0)
         found["floor"] = float(row.get("floor_us") or copied)
@@ -168,7 +168,7 @@ def _bench(data: dict[str, Any], stem: Path, choice: Choice) -> list[Path]:
 
 def read_grid(data: dict[str, Any], name: str = "grid") -> list[list[list[int]]]:
     """[L][H][T] of a diagnosis; ValueError where its shape is uneven."""
-    grid = data.get(name)
+    grid: Any = data.get(name)
     good = isinstance(grid, list) and grid and all(
         isinstance(layer, list) and layer and all(isinstance(row, list) for row in layer)
         for layer in grid

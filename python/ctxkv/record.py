@@ -20,7 +20,10 @@ import torch
 
 logger = logging.getLogger("vllm.ctxkv")
 
-_DTYPES = {torch.bfloat16: "BF16", torch.int64: "I64", torch.float32: "F32"}
+_DTYPES = {
+    torch.bfloat16: "BF16", torch.int64: "I64", torch.float32: "F32", torch.float16: "F16",
+    torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

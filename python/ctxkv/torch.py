@@ -59,13 +59,18 @@ def _pair(cache: Any, head_dim: int, name: str) -> tuple[torch.Tensor, torch.Ten
 class ContextKV:
     """hidden norm -> layer norms -> K/V projection -> K norm, RoPE -> cache insert, for one draft.
 
-    weights: BF16 [L, 2*H*head_dim, D] (each layer's K rows, then V rows), or a list of L tensors
-        [2*H*head_dim, D]; used where they lie.
+    weights: BF16 [L, 2*H*head_dim, D] (each layer's K rows, then V rows; with v_from_k only the K
+        rows), or a list of L tensors [2*H*head_dim, D]; used where they lie.
     num_kv_heads: H of this tensor-parallel rank. head_dim: 64, 128, 256 or 512.
     hidden, layer: `Norm`s. hidden_weight: [D], layer_weights: [L, D] or L of [D]; BF16 or FP32,
         None for weightless; copied. For the Qwen3 family: Norm("rms", eps) and Norm("absent").
-    bias: BF16 [L, 2*H*head_dim]. k_norm: "plain", "rms" (with k_norm_weight [L, head_dim]) or
-        "absent". rope: "none", "gptj", "neox", with cos_sin BF16 [max_position, head_dim].
+    bias: BF16 [L, 2*H*head_dim], bias_add: "fused" or "after" the rounding (Laguna).
+    k_norm: "plain", "rms" (with k_norm_weight [L, head_dim], to which k_gain_centre is added) or
+        "absent". rope: "none", "gptj", "neox" of the first rotary_dim elements (0: all), with
+        cos_sin [max_position, rotary_dim] in BF16, FP16 or FP32, or one table for each layer.
+    v_norm: "absent" or "rms" (weightless, v_eps), v_scale: None or a factor, v_from_k: V is made
+        of raw K (Gemma 4). cache_type: "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", the last two with
+        k_scales and v_scales, an FP32 tensor of one value for each layer, read by every call.
     max_rows: rows of one pass. Longer calls go in several, where a row's bits do not depend on its
         neighbours (not: "rms" norms with numerics "stock").
     Raises ValueError for arguments, RuntimeError for the machine or during a capture.
@@ -82,11 +87,21 @@ class ContextKV:
         hidden_weight: Optional[torch.Tensor] = None,
         layer_weights: Union[None, torch.Tensor, Sequence[torch.Tensor]] = None,
         bias: Optional[torch.Tensor] = None,
+        bias_add: str = "fused",
         k_norm: str = "plain",
         k_eps: float = 1e-5,
         k_norm_weight: Optional[torch.Tensor] = None,
+        k_gain_centre: float = 0.0,
         rope: str = "none",
-        cos_sin: Optional[torch.Tensor] = None,
+        rotary_dim: int = 0,
+        cos_sin: Union[None, torch.Tensor, Sequence[torch.Tensor]] = None,
+        v_norm: str = "absent",
+        v_eps: float = 1e-5,
+        v_scale: Optional[float] = None,
+        v_from_k: bool = False,
+        cache_type: str = "bf16",
+        k_scales: Optional[Sequence[torch.Tensor]] = None,
+        v_scales: Optional[Sequence[torch.Tensor]] = None,
         max_rows: int = 2048,
         numerics: str = "stock",
         projection: str = "auto",
@@ -107,10 +122,16 @@ class ContextKV:
                 **shape, "hidden": hidden, "layer": layer, "hidden_weight": hidden_weight,
                 "layer_weights": layer_weights, "numerics": numerics,
             },
-            "projection": {**shape, **heads, "weights": weights, "bias": bias, "mode": projection},
+            "projection": {
+                **shape, **heads, "weights": weights, "bias": bias, "bias_add": bias_add,
+                "k_only": v_from_k, "mode": projection,
+            },
             "store": {
                 "num_layers": self.num_layers, **heads, "k_norm": k_norm, "k_eps": k_eps,
-                "k_norm_weight": k_norm_weight, "rope": rope, "cos_sin": cos_sin,
+                "k_norm_weight": k_norm_weight, "k_gain_centre": k_gain_centre, "rope": rope,
+                "rotary_dim": rotary_dim, "cos_sin": cos_sin, "v_norm": v_norm, "v_eps": v_eps,
+                "v_scale": v_scale, "v_from_k": v_from_k, "cache_type": cache_type,
+                "k_scales": k_scales, "v_scales": v_scales,
             },
             "max_rows": max_rows,
         }
@@ -124,8 +145,9 @@ class ContextKV:
         self._id = register_plan(self)
 
     def bind(self, caches: Sequence[Any], keep: bool = True) -> None:
-        """Binds the caches of all layers: each BF16 [num_blocks, H, block_size, 2*head_dim] (K,
-        then V; any strides), or a pair of K and V views [num_blocks, block_size, H, head_dim].
+        """Binds the caches of all layers: each [num_blocks, H, block_size, 2*head_dim] (K, then V;
+        any strides; of cache_type, FP8 also as uint8), or a pair of K and V views [num_blocks,
+        block_size, H, head_dim].
 
         keep: hold the tensors, so that the memory stays. May not overlap a call, nor be captured.
         """
@@ -183,7 +205,7 @@ class ContextKV:
         )
 
     def _addresses(
-        self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list
+        self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list[Any]
     ) -> Optional[tuple[int, list[int], list[int]]]:
         """Where the positions and slots lie, and the slots' lengths; None where that is not plain
         to see: then the checked call takes or refuses them."""
@@ -216,7 +238,7 @@ class ContextKV:
             return None
 
     def _run(
-        self, chain: Chain, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list
+        self, chain: Chain, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list[Any]
     ) -> None:
         stream = current_stream(self.device)
         found = self._addresses(x, positions, lists)
@@ -238,7 +260,7 @@ class ContextKV:
 
     def run_on(
         self, caches: Sequence[torch.Tensor], x: torch.Tensor, positions: Optional[torch.Tensor],
-        lists: list,
+        lists: list[Any],
     ) -> None:
         """The operator's body: caches are the bound ones, or copies that a compiler put there."""
         if tuple(c.data_ptr() for c in caches) == self._bound:

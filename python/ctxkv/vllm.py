@@ -21,6 +21,13 @@ MODELS = {
     "DFlashMuseGlimmerAssistantModel": "CtxkvDFlashQwen3",
     "Qwen3DSparkModel": "CtxkvQwen3DSpark",
     "Qwen3OmniDSparkModel": "CtxkvQwen3DSpark",
+    "DFlash2DraftModel": "CtxkvDFlash2Qwen3",
+    "Qwen3XPressModel": "CtxkvXPress",
+    "DFlashQwen3XPressModel": "CtxkvXPress",
+    "LiLiCorrDraftModel": "CtxkvLiLiCorr",
+    "DFlashLagunaForCausalLM": "CtxkvLaguna",
+    "Gemma4DSparkModel": "CtxkvGemma4DSpark",
+    "DFlash2BeamDraftModel": "CtxkvDFlash2Beam",
 }
 
 

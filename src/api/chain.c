@@ -68,7 +68,6 @@ ctxkv_status ctxkv_chain_create(
     plan->device = device;
     plan->max_rows = d.max_rows;
     ctxkv__device_retain(device);
-    pthread_mutex_init(&plan->lock, 0);
     status = ctxkv_norms_create(device, d.norms, &plan->norms);
     if (!status) status = ctxkv__projection_create(device, d.projection, true, &plan->projection);
     if (!status) status = ctxkv_store_create(device, d.store, &plan->store);
@@ -90,7 +89,7 @@ void ctxkv_chain_destroy(ctxkv_chain *plan) {
     ctxkv_norms_destroy(plan->norms);
     ctxkv_projection_destroy(plan->projection);
     ctxkv_store_destroy(plan->store);
-    pthread_mutex_destroy(&plan->lock);
+    ctxkv__lock_destroy(&plan->lock);
     ctxkv__device_release(plan->device);
     free(plan);
 }

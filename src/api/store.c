@@ -70,8 +70,6 @@ ctxkv_status ctxkv_store_create(
     if (!plan) return ctxkv__no_memory("the store plan");
     plan->device = device;
     ctxkv__device_retain(device);
-    pthread_mutex_init(&plan->lock, 0);
-    pthread_mutex_init(&plan->run_lock, 0);
     plan->desc = d;
     size_t layers = (size_t)d.num_layers;
     plan->caches = calloc(layers, sizeof *plan->caches);
@@ -92,8 +90,8 @@ ctxkv_status ctxkv_store_create(
 void ctxkv_store_destroy(ctxkv_store *plan) {
     if (!plan) return;
     if (plan->device->cuda) ctxkv__cuda_store_destroy(plan);
-    pthread_mutex_destroy(&plan->lock);
-    pthread_mutex_destroy(&plan->run_lock);
+    ctxkv__lock_destroy(&plan->lock);
+    ctxkv__lock_destroy(&plan->run_lock);
     free(plan->worker_faults);
     free(plan->k_gain);
     free(plan->caches);
@@ -243,10 +241,10 @@ ctxkv_status ctxkv_store_faults(ctxkv_store *plan, ctxkv_faults *faults) {
         status = ctxkv__cuda_store_faults(plan, &record);
         if (status) return status;
     } else {
-        pthread_mutex_lock(&plan->lock);
+        ctxkv__lock_take(&plan->lock);
         record = plan->faults;
         memset(&plan->faults, 0, sizeof plan->faults);
-        pthread_mutex_unlock(&plan->lock);
+        ctxkv__lock_give(&plan->lock);
     }
     *faults = (ctxkv_faults){0};
     faults->count = record.count;

@@ -155,19 +155,19 @@ static void run_store(
     int64_t row_bytes = 4 * loop.args.num_heads * loop.args.head_dim * loop.args.num_layers;
     loop.args.stream = most >= STREAM_STORE_BYTES / row_bytes;
     loop.parts_per_layer = (most + STORE_ROWS - 1) / STORE_ROWS;
-    pthread_mutex_lock(&plan->run_lock);
+    ctxkv__lock_take(&plan->run_lock);
     loop.faults = plan->worker_faults;
     memset(loop.faults, 0, (size_t)workers * sizeof *loop.faults);
     int64_t parts = loop.args.num_layers * loop.parts_per_layer;
     int64_t grain = most < ALONE_STORE_BYTES / row_bytes ? parts : 1;
     ctxkv__pool_loop(plan->device->pool, parts, grain, store_part, &loop);
-    pthread_mutex_lock(&plan->lock);
+    ctxkv__lock_take(&plan->lock);
     for (int w = 0; w < workers; w++) {
         loop.faults[w].row += row_offset;
         ctxkv__fault_merge(&plan->faults, &loop.faults[w]);
     }
-    pthread_mutex_unlock(&plan->lock);
-    pthread_mutex_unlock(&plan->run_lock);
+    ctxkv__lock_give(&plan->lock);
+    ctxkv__lock_give(&plan->run_lock);
 }
 
 ctxkv_status ctxkv__cpu_store(struct ctxkv_store *plan, const struct ctxkv__store_call *call) {
@@ -243,13 +243,13 @@ ctxkv_status ctxkv__cpu_chain(struct ctxkv_chain *plan, const struct ctxkv__chai
     struct ctxkv__slots *slots = malloc((size_t)layers * sizeof *slots);
     if (!slots) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the slots of a run");
     bool own = !call->workspace;
-    if (own) pthread_mutex_lock(&plan->lock);
+    if (own) ctxkv__lock_take(&plan->lock);
     for (int64_t first = 0; first < call->rows; first += plan->chunk_rows) {
         int64_t rows =
             call->rows - first < plan->chunk_rows ? call->rows - first : plan->chunk_rows;
         run_chunk(plan, call, first, rows, slots, own ? plan->workspace : call->workspace);
     }
-    if (own) pthread_mutex_unlock(&plan->lock);
+    if (own) ctxkv__lock_give(&plan->lock);
     free(slots);
     return CTXKV_OK;
 }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA backend of a library built without nvcc: every request says so.
+#include "../device/memory.h"
+#include "../device/replay.h"
 #include "cuda_backend.h"
 
 static ctxkv_status refuse(void) {
@@ -16,6 +18,16 @@ int ctxkv__cuda_count(void) {
 ctxkv_status ctxkv__cuda_open(ctxkv_device *device, const ctxkv_device_options *options) {
     (void)device, (void)options;
     return refuse();
+}
+
+const ctxkv_memory_ops *ctxkv_device_memory(const ctxkv_device *device) {
+    (void)device;
+    return 0;
+}
+
+const ctxkv_replay_ops *ctxkv_device_replay(const ctxkv_device *device) {
+    (void)device;
+    return 0;
 }
 
 // No CUDA device can be opened, so nothing below is reached.

@@ -95,7 +95,6 @@ ctxkv_status ctxkv__cuda_open(ctxkv_device *device, const ctxkv_device_options *
     if (!gpu) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the device");
     gpu->cu = cu;
     gpu->ordinal = device->ordinal;
-    pthread_mutex_init(&gpu->lock, 0);
     device->gpu = gpu;
     status = find_device(gpu);
     gpu->programmatic = options->programmatic_launch && gpu->arch >= 90;
@@ -121,7 +120,7 @@ void ctxkv__cuda_close(ctxkv_device *device) {
         ctxkv__gpu_leave(gpu, &scope);
     }
     if (gpu->retained) gpu->cu->cuDevicePrimaryCtxRelease(gpu->device);
-    pthread_mutex_destroy(&gpu->lock);
+    ctxkv__lock_destroy(&gpu->lock);
     free(gpu->cublas_path);
     free(gpu);
     device->gpu = 0;

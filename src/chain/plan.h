@@ -3,8 +3,7 @@
 #ifndef CTXKV_CHAIN_PLAN_H
 #define CTXKV_CHAIN_PLAN_H
 
-#include <pthread.h>
-
+#include "../api/lock.h"
 #include "../api/tensor.h"
 #include "device.h"
 
@@ -40,10 +39,10 @@ struct ctxkv_store {
     bool bound;
     struct ctxkv__store_args args;
     float *k_gain; // CPU
-    pthread_mutex_t lock;
+    struct ctxkv__lock lock;
     struct ctxkv__fault_record faults;         // CPU
     struct ctxkv__fault_record *worker_faults; // CPU: one per worker, used under run_lock
-    pthread_mutex_t run_lock;
+    struct ctxkv__lock run_lock;
     void *gpu;
 };
 
@@ -55,7 +54,7 @@ struct ctxkv_chain {
     int64_t max_rows, chunk_rows;
     size_t workspace_size;
     void *workspace; // CPU: the plan's own
-    pthread_mutex_t lock;
+    struct ctxkv__lock lock;
     void *gpu;
 };
 

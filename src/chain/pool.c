@@ -7,8 +7,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
-#include <unistd.h>
 
+#include "../api/lock.h"
 #include "../ops/float_mode.h"
 
 struct worker {
@@ -19,12 +19,12 @@ struct worker {
 
 struct ctxkv__pool {
     int threads;
-    pid_t owner; // a forked child has no workers: it runs loops alone
+    unsigned process; // a forked child has no workers: it runs loops alone
     size_t scratch_bytes;
     char *scratch;
     struct worker *workers;
-    pthread_mutex_t callers; // one loop at a time
-    pthread_mutex_t lock;    // guards what follows
+    struct ctxkv__lock callers; // one loop at a time
+    pthread_mutex_t lock;       // guards what follows, where workers take part
     pthread_cond_t start, done;
     uint64_t generation;
     int running;
@@ -77,8 +77,7 @@ struct ctxkv__pool *ctxkv__pool_create(int threads, size_t scratch_bytes) {
         free(pool);
         return 0;
     }
-    pool->owner = getpid();
-    pthread_mutex_init(&pool->callers, 0);
+    pool->process = ctxkv__process();
     pthread_mutex_init(&pool->lock, 0);
     pthread_cond_init(&pool->start, 0);
     pthread_cond_init(&pool->done, 0);
@@ -93,7 +92,7 @@ struct ctxkv__pool *ctxkv__pool_create(int threads, size_t scratch_bytes) {
 
 void ctxkv__pool_destroy(struct ctxkv__pool *pool) {
     if (!pool) return;
-    if (pool->owner == getpid()) {
+    if (pool->process == ctxkv__process()) {
         pthread_mutex_lock(&pool->lock);
         pool->stop = true;
         pthread_cond_broadcast(&pool->start);
@@ -102,8 +101,8 @@ void ctxkv__pool_destroy(struct ctxkv__pool *pool) {
         pthread_cond_destroy(&pool->start);
         pthread_cond_destroy(&pool->done);
         pthread_mutex_destroy(&pool->lock);
-        pthread_mutex_destroy(&pool->callers);
     }
+    ctxkv__lock_destroy(&pool->callers);
     free(pool->workers);
     free(pool->scratch);
     free(pool);
@@ -118,9 +117,10 @@ void ctxkv__pool_loop(
     if (count <= 0) return;
     fenv_t mode;
     ctxkv__float_mode_enter(&mode);
-    pthread_mutex_lock(&pool->callers);
-    bool alone = pool->threads == 1 || count <= grain || pool->owner != getpid();
-    pthread_mutex_lock(&pool->lock);
+    ctxkv__lock_take(&pool->callers);
+    bool alone = pool->threads == 1 || count <= grain || pool->process != ctxkv__process();
+    // Alone: no worker looks, and in a child one may have held the lock when it was cut off.
+    if (!alone) pthread_mutex_lock(&pool->lock);
     pool->fn = fn;
     pool->context = context;
     pool->count = count;
@@ -130,14 +130,14 @@ void ctxkv__pool_loop(
         pool->running = pool->threads - 1;
         pool->generation++;
         pthread_cond_broadcast(&pool->start);
+        pthread_mutex_unlock(&pool->lock);
     }
-    pthread_mutex_unlock(&pool->lock);
     take_pieces(pool, 0);
     if (!alone) {
         pthread_mutex_lock(&pool->lock);
         while (pool->running) pthread_cond_wait(&pool->done, &pool->lock);
         pthread_mutex_unlock(&pool->lock);
     }
-    pthread_mutex_unlock(&pool->callers);
+    ctxkv__lock_give(&pool->callers);
     ctxkv__float_mode_leave(&mode);
 }

@@ -15,8 +15,8 @@ struct projection_gpu {
     int64_t layer_stride;
     const struct ctxkv__cublas *cublas; // NULL: not used
     void *handle;
-    CUdeviceptr workspace; // for runs without one of their own
-    pthread_mutex_t lock;  // around the handle's stream and workspace
+    CUdeviceptr workspace;   // for runs without one of their own
+    struct ctxkv__lock lock; // around the handle's stream and workspace
     void *stream_set, *workspace_set;
     struct ctxkv__projection_few *few; // NULL: not there
     int64_t most_few;                  // rows that go that way where cuBLAS could, too
@@ -135,7 +135,6 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (status) return status;
     struct projection_gpu *g = plan->gpu = calloc(1, sizeof *g);
     if (!g) status = ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the projection plan");
-    if (g) pthread_mutex_init(&g->lock, 0);
     if (!status) inspect(plan, g);
     if (!status) status = upload_blocks(plan, g);
     if (!status) status = upload_bias(plan, g);
@@ -170,7 +169,7 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
         ctxkv__projection_few_destroy(plan, g->few);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
-    pthread_mutex_destroy(&g->lock);
+    ctxkv__lock_destroy(&g->lock);
     free(g);
     plan->gpu = 0;
 }
@@ -207,7 +206,7 @@ static ctxkv_status run_cublas(
     bool one_gemm = g->even && call->x_layer_stride == 0 && call->kv_layer_stride == 2 * half &&
                     g->layer_stride == 2 * half * b[0].row_stride;
     if (!workspace) workspace = (void *)(uintptr_t)g->workspace;
-    pthread_mutex_lock(&g->lock);
+    ctxkv__lock_take(&g->lock);
     int result = 0;
     if (call->stream != g->stream_set || workspace != g->workspace_set) {
         g->workspace_set = 0;
@@ -224,7 +223,7 @@ static ctxkv_status run_cublas(
     else
         for (int64_t i = 0; !result && i < 2 * layers; i++)
             result = gemm(plan, g, call, b[i].data, 0, i % 2 * half, half, i / 2, 1);
-    pthread_mutex_unlock(&g->lock);
+    ctxkv__lock_give(&g->lock);
     return result ? ctxkv__cublas_fail(g->cublas, result, "projecting with cuBLAS") : CTXKV_OK;
 }
 

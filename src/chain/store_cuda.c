@@ -334,12 +334,12 @@ ctxkv_status ctxkv__cuda_store_faults(
     static const ctxkv_fault_record none;
     ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "reading the faults");
     if (status) return status;
-    pthread_mutex_lock(&plan->lock);
+    ctxkv__lock_take(&plan->lock);
     CUresult result = gpu->cu->cuCtxSynchronize();
     if (result) status = ctxkv__cu_fail(gpu->cu, result, "waiting for the device");
     if (!status) status = ctxkv__gpu_download(gpu, &found, g->faults, sizeof found);
     if (!status && found.count) status = ctxkv__gpu_upload(gpu, g->faults, &none, sizeof none);
-    pthread_mutex_unlock(&plan->lock);
+    ctxkv__lock_give(&plan->lock);
     ctxkv__gpu_leave(gpu, &scope);
     if (status || !found.count) return status;
     *record = (struct ctxkv__fault_record){

@@ -7,10 +7,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../api/lock.h"
+
 static struct ctxkv__cublas real;
 static bool loaded;
 static const struct ctxkv__cublas *in_use;
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct ctxkv__lock load_lock;
 
 static const char *const sonames[] = {"libcublas.so.13", "libcublas.so.12"};
 static const char *const folders[] = {
@@ -83,21 +85,21 @@ static ctxkv_status bind(void *library, struct ctxkv__cublas *b) {
 
 ctxkv_status ctxkv__cublas_get(const char *path, const struct ctxkv__cublas **cublas) {
     ctxkv_status status = CTXKV_OK;
-    pthread_mutex_lock(&load_lock);
+    ctxkv__lock_take(&load_lock);
     if (!in_use && !loaded) {
         void *library = find(path, &status);
         if (library) status = bind(library, &real);
         loaded = !status;
     }
     *cublas = in_use ? in_use : &real;
-    pthread_mutex_unlock(&load_lock);
+    ctxkv__lock_give(&load_lock);
     return status;
 }
 
 void ctxkv__cublas_use(const struct ctxkv__cublas *fake) {
-    pthread_mutex_lock(&load_lock);
+    ctxkv__lock_take(&load_lock);
     in_use = fake;
-    pthread_mutex_unlock(&load_lock);
+    ctxkv__lock_give(&load_lock);
 }
 
 struct ctxkv__spare {

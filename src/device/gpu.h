@@ -3,10 +3,10 @@
 #ifndef CTXKV_DEVICE_GPU_H
 #define CTXKV_DEVICE_GPU_H
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "../api/lock.h"
 #include "../chain/device.h"
 #include "../cuda/decode_params.h"
 #include "driver.h"
@@ -34,7 +34,7 @@ struct ctxkv__cuda_device {
     bool packed;       // the stock norms of this architecture sum in `packed` order
     char name[96];
     CUstream stream; // for copies when plans are made
-    pthread_mutex_t lock;
+    struct ctxkv__lock lock;
     CUlibrary modules[CTXKV__MODULES];
     CUfunction kernels[CTXKV__KERNELS];
     char *cublas_path; // the option, or NULL

@@ -3,16 +3,17 @@
 #include "driver.h"
 
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdbool.h>
 #include <string.h>
+
+#include "../api/lock.h"
 
 static struct ctxkv__driver real;
 static const struct ctxkv__driver *in_use;
 static ctxkv_status load_status;
 static char load_message[400];
 static bool loaded;
-static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct ctxkv__lock load_lock;
 
 typedef CUresult(CUDAAPI *get_proc_fn)(
     const char *, void **, int, cuuint64_t, CUdriverProcAddressQueryResult *);
@@ -106,14 +107,14 @@ static ctxkv_status load(void) {
 }
 
 const struct ctxkv__driver *ctxkv__driver_get(ctxkv_status *status) {
-    pthread_mutex_lock(&load_lock);
+    ctxkv__lock_take(&load_lock);
     if (!in_use && !loaded) {
         load_status = load();
         if (load_status) strncpy(load_message, ctxkv_last_error(), sizeof load_message - 1);
         loaded = true;
     }
     const struct ctxkv__driver *cu = in_use ? in_use : load_status ? 0 : &real;
-    pthread_mutex_unlock(&load_lock);
+    ctxkv__lock_give(&load_lock);
     *status = CTXKV_OK;
     if (!cu)
         *status = ctxkv__fail(load_status, "%s", load_message);
@@ -123,7 +124,7 @@ const struct ctxkv__driver *ctxkv__driver_get(ctxkv_status *status) {
 }
 
 void ctxkv__driver_use(const struct ctxkv__driver *fake) {
-    pthread_mutex_lock(&load_lock);
+    ctxkv__lock_take(&load_lock);
     in_use = fake;
-    pthread_mutex_unlock(&load_lock);
+    ctxkv__lock_give(&load_lock);
 }

@@ -94,16 +94,16 @@ static ctxkv_status load_kernel(struct ctxkv__cuda_device *gpu, int kernel) {
 }
 
 ctxkv_status ctxkv__gpu_kernel(struct ctxkv__cuda_device *gpu, enum ctxkv__kernel kernel) {
-    pthread_mutex_lock(&gpu->lock);
+    ctxkv__lock_take(&gpu->lock);
     ctxkv_status status = gpu->kernels[kernel] ? CTXKV_OK : load_kernel(gpu, kernel);
-    pthread_mutex_unlock(&gpu->lock);
+    ctxkv__lock_give(&gpu->lock);
     return status;
 }
 
 bool ctxkv__gpu_has_module(struct ctxkv__cuda_device *gpu, enum ctxkv__module module) {
-    pthread_mutex_lock(&gpu->lock);
+    ctxkv__lock_take(&gpu->lock);
     ctxkv_status status = load_module(gpu, module);
-    pthread_mutex_unlock(&gpu->lock);
+    ctxkv__lock_give(&gpu->lock);
     return !status;
 }
 

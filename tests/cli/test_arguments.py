@@ -24,7 +24,7 @@ def test_help_and_version():
         text = ok(command, "--help")
         assert text.startswith(f"Usage: ctxkv {command}")
         assert ok(command, "--usage").startswith(f"Usage: ctxkv {command}")
-        assert ok(command, "--version") == ok("--version")
+        assert ok(command, "--version") == ok(command, "-V") == ok("--version")
     assert ok("--version").startswith("ctxkv 0.")
 
 
@@ -48,6 +48,8 @@ def test_manual_page_has_every_option():
         (["run", "--model", "x", "--context", "y"], ["--out", "missing"]),
         (["run", "--model"], ["--model", "DIR"]),
         (["run", "--nope"], ["--nope"]),
+        (["run", "--HANG=1"], ["--HANG"]),  # argp's own: sleeps
+        (["run", "--program-name=x"], ["--program-name"]),
         (["run", "--t", "3"], ["--t"]),
         (["run", "-z"], ["-z"]),
         (["run", "extra"], ["extra"]),

@@ -84,3 +84,65 @@ put("context", "layers", tensors({**context, **slots, **table}, 76))
 put("context", "odd", tensors({**context, **slots, **table}, 76, 1))
 put("context", "narrow", tensors({**context, "hidden_states": entry("BF16", [4, 2], 16, 32)}, 32))
 put("context", "missing", tensors({"positions": entry("I64", [2], 0, 16)}, 16))
+
+lines = {
+    "run": "run --model m -c x --out=o --block-size 16 --checked",
+    "wrong": "run --threads 0 --nope",
+    "synth": "synth --family qwen3 --hidden-size 64 d e",
+    "bench": "bench --rows 1,2,x --tolerance nan",
+    "verify": "verify -- --help b",
+    "help": "diagnose --usage",
+    "sleep": "run --HANG=1",
+}
+for name, line in lines.items():
+    put("arguments", name, line.replace(" ", "\0").encode())
+put("arguments", "words", bytes(range(128, 256)).replace(b"\x80", b"\x80\0"))
+
+# Checkpoint folders: which files there are, the rank, then each file as draft_fuzz.c reads it.
+small = {
+    "architectures": ["DFlashDraftModel"],
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
+K, V, N = (f"layers.0.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm"))
+
+
+def text_file(value):
+    text = json.dumps(value).encode()
+    return struct.pack("<H", len(text)) + text
+
+
+def shard(shapes):
+    head, end = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        head[name], end = entry("BF16", shape, end, end + size), end + size
+    text = json.dumps(head).encode()
+    return struct.pack("<HH", len(text), end // 16) + text
+
+
+def folder(*files, ranks=1, rank=0):
+    kinds = sum(1 << i for i, data in enumerate(files) if data) | (ranks - 1) << 5
+    return bytes([kinds, rank]) + b"".join(data for data in files if data)
+
+
+weights = {K: [128, 16], V: [128, 16], N: [64], "hidden_norm.weight": [16]}
+halves = ({n: weights[n] for n in (K, N)}, {n: weights[n] for n in (V, "hidden_norm.weight")})
+names = {n: "ab"[i] for i, half in enumerate(halves) for n in half}
+index = text_file({"metadata": {"total_size": 8}, "weight_map": names})
+config = text_file(small)
+put("draft", "one", folder(config, None, shard(weights)))
+put("draft", "shards", folder(config, index, None, *map(shard, halves)))
+put("draft", "rank", folder(config, None, shard(weights), ranks=4, rank=3))
+put("draft", "bias", folder(
+    text_file({**small, "attention_bias": True}), None,
+    shard({**weights, K.replace("weight", "bias"): [128], V.replace("weight", "bias"): [128]})))
+put("draft", "fused", folder(
+    config, None,
+    shard({"layers.0.self_attn.qkv_proj.weight": [512, 16], N: [64], "hidden_norm.weight": [16]})))
+put("draft", "wide", folder(config, None, shard({**weights, K: [127, 16]})))
+put("draft", "gone", folder(config, index, None, shard(halves[0])))

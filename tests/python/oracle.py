@@ -150,7 +150,9 @@ def row_norm(x, weight=None, eps=1e-5, centre=0.0, input_scale=False, order="pai
     return to_bf16(y)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rows: int) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: int, centre: float = 0.0
+) -> torch.Tensor:
     """BF16 [..., n] -> BF16, in a call over `rows` rows: SPEC 5."""
     n = x.shape[-1]
     threads = min(n // 8, 1024 if rows < 256 else 256)
@@ -175,7 +177,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rows: int) -> to
         total = warp if total is None else total + warp
     mean = total / torch.tensor(float(n))
     r = rsqrt(mean + torch.tensor(eps, dtype=F32), ftz=False)
-    return to_bf16((x * r.unsqueeze(-1)) * weight.to(F32))
+    y = x * r.unsqueeze(-1)
+    return to_bf16(y if weight is None else y * (weight.to(F32) + torch.tensor(centre)))
 
 
 # ---- projection --------------------------------------------------------------------------------
@@ -215,12 +218,17 @@ def mma16(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(total == 0, torch.zeros_like(value), value)
 
 
-def project(n: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """BF16 n [T, D], w [N, D] -> BF16 [T, N]: the one chain of k16 steps."""
+def project(
+    n: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, after: bool = False
+) -> torch.Tensor:
+    """BF16 n [T, D], w [N, D] -> BF16 [T, N]: the one chain of k16 steps; the bias after it, or
+    after its rounding."""
     acc = torch.zeros(n.shape[0], w.shape[0])
     for k in range(0, n.shape[1], 16):
         acc = mma16(acc, n[:, None, k : k + 16], w[None, :, k : k + 16])
-    return to_bf16(acc if bias is None else acc + bias.to(F32))
+    if bias is None:
+        return to_bf16(acc)
+    return to_bf16((round_bf16(acc) if after else acc) + bias.to(F32))
 
 
 # ---- store -------------------------------------------------------------------------------------
@@ -236,8 +244,12 @@ def plain_k_norm(k: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope(n: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, kind: str) -> torch.Tensor:
-    """BF16 n [T, H, d], table [P, d]: GPT-J or NeoX pairs."""
-    half = n.shape[-1] // 2
+    """BF16 n [T, H, d], table [P, r]: GPT-J or NeoX pairs of the first r elements."""
+    width = table.shape[1]
+    if width < n.shape[-1]:
+        turned = rope(n[..., :width], positions, table, kind)
+        return torch.cat((turned, n[..., width:]), -1)
+    half = width // 2
     at = table[positions].to(F32)[:, None]
     c, s, x = at[..., :half], at[..., half:], n.to(F32)
     a, b = (x[..., 0::2], x[..., 1::2]) if kind == "gptj" else (x[..., :half], x[..., half:])
@@ -245,6 +257,15 @@ def rope(n: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, kind: st
     if kind == "gptj":
         return to_bf16(torch.stack((first, second), -1).flatten(-2))
     return to_bf16(torch.cat((first, second), -1))
+
+
+def fp8(x: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """BF16 -> uint8: x / scale to nearest even, saturated, NaN as 0x7F."""
+    dtype = torch.float8_e4m3fn if kind == "fp8_e4m3" else torch.float8_e5m2
+    y = x.to(F32) / scale
+    most = torch.finfo(dtype).max
+    stored = y.clamp(-most, most).to(dtype).view(torch.uint8)
+    return torch.where(torch.isnan(y), torch.full_like(stored, 0x7F), stored)
 
 
 def insert(key_cache, value_cache, k, v, slots, limit: int | None = None, positions=None) -> None:

@@ -84,6 +84,9 @@ def test_every_function_of_the_header_has_a_prototype(root) -> None:
         ("PROJECTION", _abi.PROJECTION_MODES),
         ("K_NORM", _abi.K_NORMS),
         ("ROPE", _abi.ROPES),
+        ("V_NORM", _abi.V_NORMS),
+        ("BIAS", _abi.BIAS_ADDS),
+        ("CACHE", _abi.CACHE_TYPES),
         ("CPU", _abi.CPU_TIERS),
         ("FAULT", {name: value for value, name in _abi.FAULT_KINDS.items()}),
     ],
@@ -139,6 +142,36 @@ def test_fork_after_import_and_after_use() -> None:
     assert done.stdout.split() == ["0", "True", "0", "True"], done.stderr
 
 
+def test_fork_while_another_thread_runs() -> None:
+    """The child's copy of every lock is free, whoever held it in the parent."""
+    done = python(
+        "import os, signal, threading, torch\n"
+        "from ctxkv import ContextNorms\n"
+        "x = torch.full((64, 8192), 2.0, dtype=torch.bfloat16)\n"
+        "norms = ContextNorms(None, None, 2, 1e-5, 1e-5, device='cpu')\n"
+        "def right():\n"
+        "    y = norms(x)\n"
+        "    return [y[0, 0, 0].item(), y[1, 63, 8191].item()] == [1.0, 1.0]\n"
+        "going = True\n"
+        "def loop():\n"
+        "    while going:\n"
+        "        norms(x)\n"
+        "thread = threading.Thread(target=loop)\n"
+        "thread.start()\n"
+        "ends = []\n"
+        "for i in range(40):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        signal.alarm(60)\n"
+        "        os._exit(0 if right() else 1)\n"
+        "    ends.append(os.waitpid(pid, 0)[1])\n"
+        "going = False\n"
+        "thread.join()\n"
+        "print(set(ends), right())\n"
+    )
+    assert done.stdout.split() == ["{0}", "True"], (done.stdout, done.stderr)
+
+
 def test_version_is_the_headers(root) -> None:
     import ctxkv
 
@@ -153,3 +186,21 @@ def test_public_names_all_resolve() -> None:
         assert getattr(ctxkv, name) is not None and name in dir(ctxkv)
     with pytest.raises(AttributeError, match="Nothing"):
         ctxkv.Nothing
+
+
+def test_plans_show_their_arguments() -> None:
+    import inspect
+
+    import ctxkv
+
+    for plan, some in (
+        (ctxkv.Norms, ["num_layers", "hidden_weight", "numerics"]),
+        (ctxkv.Projection, ["weights", "num_kv_heads", "max_rows"]),
+        (ctxkv.Store, ["k_norm", "cos_sin", "checked"]),
+    ):
+        shown = inspect.signature(plan).parameters
+        assert list(shown)[0] == "device" and set(some) <= set(shown)
+    with pytest.raises(TypeError, match="num_layer"):
+        ctxkv.Norms(ctxkv.device("cpu"), num_layer=1)
+    with ctxkv.Norms(device=ctxkv.device("cpu"), num_layers=1) as plan:
+        assert plan.handle

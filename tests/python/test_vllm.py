@@ -265,7 +265,7 @@ def _fp16_cache(model) -> None:
 
 
 REASONS = {
-    "kv_cache_dtype is fp8": lambda m: setattr(_attn(m), "kv_cache_dtype", "fp8"),
+    "kv_cache_dtype is nvfp4": lambda m: setattr(_attn(m), "kv_cache_dtype", "nvfp4"),
     "attention backend OtherImpl": lambda m: setattr(_attn(m), "impl", OtherImpl()),
     "RoPE of type Identity": lambda m: setattr(m, "_rotary_emb", torch.nn.Identity()),
     "the layers differ in the layers' norm's eps": lambda m: setattr(

@@ -10,14 +10,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#ifndef CTXKV_HAVE_DEVICE_MEMORY
-static const ctxkv_memory_ops *ctxkv_device_memory_none(const ctxkv_device *device) {
-    (void)device;
-    return 0;
-}
-#define ctxkv_device_memory ctxkv_device_memory_none
-#endif
-
 void die(const char *format, ...) {
     va_list args;
     va_start(args, format);

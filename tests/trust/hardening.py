@@ -11,7 +11,7 @@ NEEDED = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so
 # State that may change after loading: libc's and libgcc's own, and the once-loaded driver tables.
 WRITABLE = {
     "completed", "__TMC_END__", "__dso_handle", "__cpu_model", "__cpu_features2",
-    "in_use", "load_lock", "load_message", "load_status", "loaded", "real",
+    "forks", "in_use", "load_lock", "load_message", "load_status", "loaded", "real",
 }
 
 

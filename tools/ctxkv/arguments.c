@@ -48,10 +48,15 @@ static int explain(const struct argp *argp, const char *text) {
     return cli_fail("'%.*s' is no option of this command (see --help)", (int)size, text);
 }
 
-// argp prints help only when it also prints its own, longer errors: so help is asked for here.
-static bool wants_help(const struct argp *argp, int argc, char **argv) {
+// argp prints help only when it also prints its own, longer errors, and with it come options that
+// sleep or end the process: so help and version are asked for here.
+static bool informs(const struct argp *argp, int argc, char **argv) {
     for (int i = 1; i < argc && strcmp(argv[i], "--"); ++i) {
         bool usage = !strcmp(argv[i], "--usage");
+        if (!strcmp(argv[i], "--version") || !strcmp(argv[i], "-V")) {
+            puts("ctxkv " CTXKV_VERSION_STRING);
+            return true;
+        }
         if (!usage && strcmp(argv[i], "--help") && strcmp(argv[i], "-?")) continue;
         unsigned what = usage ? ARGP_HELP_USAGE : ARGP_HELP_STD_HELP & ~ARGP_HELP_EXIT_OK;
         argp_help(argp, stdout, what, argv[0]);
@@ -60,11 +65,8 @@ static bool wants_help(const struct argp *argp, int argc, char **argv) {
     return false;
 }
 
-int cli_parse(const struct argp *argp, int argc, char **argv, void *input) {
-    if (wants_help(argp, argc, argv)) {
-        fflush(stdout);
-        exit(ferror(stdout) ? 2 : 0);
-    }
+// argp_parse with one-line errors; 0, or the exit status.
+static int parse_options(const struct argp *argp, int argc, char **argv, void *input) {
     wrapper self = {argp, input, argc};
     struct argp_child children[] = {{argp, 0, NULL, 0}, {NULL, 0, NULL, 0}};
     struct argp outer = {
@@ -73,10 +75,58 @@ int cli_parse(const struct argp *argp, int argc, char **argv, void *input) {
     struct argp inner = *argp;
     inner.args_doc = inner.doc = NULL;
     children[0].argp = &inner;
-    error_t error = argp_parse(&outer, argc, argv, ARGP_NO_ERRS, NULL, &self);
+    error_t error = argp_parse(&outer, argc, argv, ARGP_NO_ERRS | ARGP_NO_HELP, NULL, &self);
     if (!error) return 0;
     if (error == CLI_REPORTED) return 2;
+    if (error == ENOMEM) return cli_fail("the arguments: out of memory");
     return explain(argp, argv[self.next > 1 ? self.next - 1 : argc - 1]);
+}
+
+static void print_help(void) {
+    printf(
+        "Usage: ctxkv COMMAND [OPTION...]\n%s.\n\n%s\n\nCommands:\n", cli_summary, cli_description);
+    for (const cli_command *const *command = cli_commands; *command; ++command) {
+        printf("  %-10s %s\n", (*command)->name, (*command)->summary);
+    }
+    printf(
+        "\n`ctxkv COMMAND --help' tells about a command, `ctxkv --version' the version.\n%s\n",
+        cli_exit_text);
+}
+
+int cli_parse(int argc, char **argv, const cli_command **command, void **args) {
+    static char title[32];
+    *command = NULL;
+    *args = NULL;
+    const char *name = argc > 1 ? argv[1] : NULL;
+    if (!name) return cli_fail("no command given, must be one of those in 'ctxkv --help'");
+    if (!strcmp(name, "--help") || !strcmp(name, "-?") || !strcmp(name, "help")) {
+        print_help();
+        return 0;
+    }
+    if (!strcmp(name, "--version") || !strcmp(name, "-V")) {
+        puts("ctxkv " CTXKV_VERSION_STRING);
+        return 0;
+    }
+    const cli_command *const *found = cli_commands;
+    while (*found && strcmp(name, (*found)->name)) ++found;
+    if (!*found) {
+        return cli_fail("'%s' is no command, must be one of those in 'ctxkv --help'", name);
+    }
+    snprintf(title, sizeof title, "ctxkv %s", name);
+    argv[1] = title;
+    program_invocation_name = program_invocation_short_name = title;
+    if (informs((*found)->argp, argc - 1, argv + 1)) return 0;
+    void *to = calloc(1, (*found)->args_size);
+    if (!to) return cli_fail("the arguments: out of memory");
+    if ((*found)->defaults) (*found)->defaults(to);
+    int status = parse_options((*found)->argp, argc - 1, argv + 1, to);
+    if (status) {
+        free(to);
+        return status;
+    }
+    *command = *found;
+    *args = to;
+    return 0;
 }
 
 error_t cli_integer(const char *option, const char *text, int64_t low, int64_t high, int64_t *to) {

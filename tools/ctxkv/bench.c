@@ -183,8 +183,11 @@ static int finish(bench *all, const void *old) {
     if (!matched) return cli_fail("--compare: %s holds none of these measurements", all->compare);
     if (!all->csv) {
         printf(
-            "%d of %d measurements slower than in %s by more than %g %%\n", slower, matched,
+            "%d of %d measurements slower than in %s by more than %g %%", slower, matched,
             all->compare, 100 * all->tolerance);
+        const char *other = bench_old_name(all, old);
+        if (other) printf(" (of another machine: %s)", other);
+        putchar('\n');
     }
     return slower ? 1 : 0;
 }
@@ -219,13 +222,16 @@ static int execute(bench *all) {
     return status;
 }
 
-static int run(int argc, char **argv) {
-    bench all = {.family = -1, .tolerance = 0.1, .seconds = 0.3};
-    cli_options_init(&all.options);
-    int status = cli_parse(&bench_argp, argc, argv, &all);
-    if (status) return status;
-    set_defaults(&all);
-    return execute(&all);
+static void defaults(void *input) {
+    bench *all = input;
+    *all = (bench){.family = -1, .tolerance = 0.1, .seconds = 0.3};
+    cli_options_init(&all->options);
 }
 
-const cli_command cli_bench = {"bench", "Measure each step and the whole chain", &bench_argp, run};
+static int run(void *input) {
+    set_defaults(input);
+    return execute(input);
+}
+
+const cli_command cli_bench = {
+    "bench", "Measure each step and the whole chain", &bench_argp, sizeof(bench), defaults, run};

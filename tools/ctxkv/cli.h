@@ -14,7 +14,9 @@
 typedef struct cli_command {
     const char *name, *summary;
     const struct argp *argp;
-    int (*run)(int argc, char **argv);
+    size_t args_size;             // of what argp fills
+    void (*defaults)(void *args); // args is zero before; NULL: that will do
+    int (*run)(void *args);       // returns the exit status
 } cli_command;
 
 // NULL-terminated. main() runs them, the manual page is made from them.
@@ -30,8 +32,9 @@ int cli_fail_status(const char *what); // with the library's last error
 // ---- arguments -----------------------------------------------------------------------------
 #define CLI_REPORTED ECANCELED // a parser's answer after it has called cli_fail
 
-// argp_parse with one-line errors; 0, or the exit status.
-int cli_parse(const struct argp *argp, int argc, char **argv, void *input);
+// The command that the arguments name, and what they say, from calloc. Runs nothing: *command is
+// NULL when they are wrong (told; 2 is returned) or asked for help or the version (printed; 0).
+int cli_parse(int argc, char **argv, const cli_command **command, void **args);
 error_t cli_integer(const char *option, const char *text, int64_t low, int64_t high, int64_t *to);
 error_t cli_number(const char *option, const char *text, double low, double high, double *to);
 // Comma-separated integers; at most limit of them.

@@ -114,11 +114,13 @@ static int execute(const diagnose_args *args, dg_call *call, dg_result *result) 
     return !ok ? 2 : result->clean.differs;
 }
 
-static int run(int argc, char **argv) {
-    diagnose_args args = {.tp_size = 1};
-    int status = cli_parse(&diagnose_argp, argc, argv, &args);
-    if (status) return status;
-    if (args.list) return dg_print_list(args.json) ? 0 : 2;
+static void defaults(void *input) {
+    ((diagnose_args *)input)->tp_size = 1;
+}
+
+static int run(void *input) {
+    const diagnose_args *args = input;
+    if (args->list) return dg_print_list(args->json) ? 0 : 2;
     dg_call call = {0};
     dg_result result = {0};
     // The tier that CTXKV_CPU_MASK allows, as a device would take it.
@@ -128,11 +130,13 @@ static int run(int argc, char **argv) {
     ctxkv_device_get_info(device, &info);
     ctxkv_device_close(device);
     ctxkv__kernels_init(&call.kernels, 2 * info.cpu_used - 1);
-    status = execute(&args, &call, &result);
+    int status = execute(args, &call, &result);
     dg_result_free(&result);
     dg_close(&call);
     return status;
 }
 
 const cli_command cli_diagnose = {
-    "diagnose", "Say which step of somebody's chain is wrong, and why", &diagnose_argp, run};
+    "diagnose",     "Say which step of somebody's chain is wrong, and why",
+    &diagnose_argp, sizeof(diagnose_args),
+    defaults,       run};

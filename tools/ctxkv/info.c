@@ -134,14 +134,15 @@ static void print_text(const json_t *all) {
         json_string_value(json_object_get(json_object_get(all, "build"), "memory")));
 }
 
-static int run(int argc, char **argv) {
-    info_args args = {0};
-    cli_options_init(&args.options);
-    int status = cli_parse(&info_argp, argc, argv, &args);
-    if (status) return status;
-    args.options.device = "cpu";
+static void defaults(void *input) {
+    cli_options_init(&((info_args *)input)->options);
+}
+
+static int run(void *input) {
+    info_args *args = input;
+    args->options.device = "cpu";
     cli_place place;
-    if (!cli_place_open(&place, &args.options)) return 2;
+    if (!cli_place_open(&place, &args->options)) return 2;
     json_t *all = json_pack(
         "{s:s, s:{s:s, s:o, s:s, s:i}, s:o, s:s, s:o}", "version", ctxkv_version(), "cpu", "name",
         place.info.name, "found", tier_list(place.info.cpu_found), "used",
@@ -151,13 +152,14 @@ static int run(int argc, char **argv) {
         describe_build());
     cli_place_close(&place);
     if (!all) return cli_fail("a name of this machine is not valid UTF-8");
-    char *text = args.json ? json_dumps(all, JSON_INDENT(2)) : NULL;
+    char *text = args->json ? json_dumps(all, JSON_INDENT(2)) : NULL;
     if (text) puts(text);
-    if (!args.json) print_text(all);
+    if (!args->json) print_text(all);
     free(text);
     json_decref(all);
     return 0;
 }
 
-const cli_command cli_info = {
-    "info", "Tell what this build and this machine have", &info_argp, run};
+const cli_command cli_info = {"info",     "Tell what this build and this machine have",
+                              &info_argp, sizeof(info_args),
+                              defaults,   run};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entry point: picks the subcommand, and cleans up after signals.
+// Entry point: runs the subcommand, and cleans up after signals.
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -8,8 +8,6 @@
 
 #include "cli.h"
 #include "file.h"
-
-const char *argp_program_version = "ctxkv " CTXKV_VERSION_STRING;
 
 static void on_signal(int number) {
     io_writer_abort_on_signal();
@@ -35,43 +33,14 @@ static void catch_signals(void) {
     }
 }
 
-static void print_help(void) {
-    printf(
-        "Usage: ctxkv COMMAND [OPTION...]\n%s.\n\n%s\n\nCommands:\n", cli_summary, cli_description);
-    for (const cli_command *const *command = cli_commands; *command; ++command) {
-        printf("  %-10s %s\n", (*command)->name, (*command)->summary);
-    }
-    printf(
-        "\n`ctxkv COMMAND --help' tells about a command, `ctxkv --version' the version.\n%s\n",
-        cli_exit_text);
-}
-
-static int dispatch(int argc, char **argv) {
-    const char *name = argc > 1 ? argv[1] : NULL;
-    if (!name) return cli_fail("no command given, must be one of those in 'ctxkv --help'");
-    if (!strcmp(name, "--help") || !strcmp(name, "-?") || !strcmp(name, "help")) {
-        print_help();
-        return 0;
-    }
-    if (!strcmp(name, "--version") || !strcmp(name, "-V")) {
-        puts(argp_program_version);
-        return 0;
-    }
-    for (const cli_command *const *command = cli_commands; *command; ++command) {
-        if (strcmp(name, (*command)->name)) continue;
-        char title[32];
-        snprintf(title, sizeof title, "ctxkv %s", name);
-        argv[1] = title;
-        program_invocation_name = program_invocation_short_name = title;
-        return (*command)->run(argc - 1, argv + 1);
-    }
-    return cli_fail("'%s' is no command, must be one of those in 'ctxkv --help'", name);
-}
-
 int main(int argc, char **argv) {
     program_invocation_name = program_invocation_short_name = (char *)"ctxkv";
     catch_signals();
-    int status = dispatch(argc, argv);
+    const cli_command *command;
+    void *args;
+    int status = cli_parse(argc, argv, &command, &args);
+    if (command) status = command->run(args);
+    free(args);
     if (fflush(stdout) || ferror(stdout)) {
         program_invocation_name = (char *)"ctxkv";
         status = cli_fail("standard output cannot be written: %s", strerror(errno));

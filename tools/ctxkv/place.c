@@ -8,17 +8,6 @@
 #include "memory.h"
 #include "replay.h"
 
-#ifndef CTXKV_HAVE_DEVICE_MEMORY
-const ctxkv_memory_ops *ctxkv_device_memory(const ctxkv_device *device) {
-    (void)device;
-    return NULL;
-}
-const ctxkv_replay_ops *ctxkv_device_replay(const ctxkv_device *device) {
-    (void)device;
-    return NULL;
-}
-#endif
-
 static ctxkv_status open_named(cli_place *place, const cli_options *options, const char *name) {
     ctxkv_device_options wanted;
     ctxkv_device_options_init(&wanted);

@@ -380,13 +380,15 @@ static int execute(job *job) {
     return ok ? 0 : 2;
 }
 
-static int run(int argc, char **argv) {
-    run_args args = {.block_size = 16, .tp_size = 1};
-    cli_options_init(&args.options);
-    int status = cli_parse(&run_argp, argc, argv, &args);
-    if (status) return status;
-    job job = {.args = &args};
-    status = execute(&job);
+static void defaults(void *input) {
+    run_args *args = input;
+    *args = (run_args){.block_size = 16, .tp_size = 1};
+    cli_options_init(&args->options);
+}
+
+static int run(void *input) {
+    job job = {.args = input};
+    int status = execute(&job);
     ctxkv_chain_destroy(job.chain);
     for (int64_t i = 0; job.images && job.place.memory && i < job.draft.config.layers; ++i) {
         free(job.images[i]);
@@ -400,5 +402,6 @@ static int run(int argc, char **argv) {
     return status;
 }
 
-const cli_command cli_run = {
-    "run", "Compute the KV caches of a checkpoint and a context", &run_argp, run};
+const cli_command cli_run = {"run",     "Compute the KV caches of a checkpoint and a context",
+                             &run_argp, sizeof(run_args),
+                             defaults,  run};

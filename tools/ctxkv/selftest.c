@@ -182,26 +182,28 @@ static bool run_tiers(selftest *st, const golden *all, cli_options options) {
     return true;
 }
 
-static int run(int argc, char **argv) {
-    selftest_args args = {.golden = NULL};
-    cli_options_init(&args.options);
-    int status = cli_parse(&selftest_argp, argc, argv, &args);
-    if (status) return status;
+static void defaults(void *input) {
+    cli_options_init(&((selftest_args *)input)->options);
+}
+
+static int run(void *input) {
+    const selftest_args *args = input;
     selftest st = {
         .host = {.where = {kDLCPU, 0}},
-        .folder = args.golden,
-        .verbose = args.verbose,
-        .projection = (ctxkv_projection_mode)args.options.projection,
-        .threads = args.options.threads ? (int)args.options.threads : cli_cpus()};
+        .folder = args->golden,
+        .verbose = args->verbose,
+        .projection = (ctxkv_projection_mode)args->options.projection,
+        .threads = args->options.threads ? (int)args->options.threads : cli_cpus()};
     golden all = {.there = {false}};
-    bool ok = load_all(&all, args.golden) && run_host(&st, &all) &&
-              (args.all_tiers ? run_tiers(&st, &all, args.options)
-                              : run_device(&st, &all, &args.options));
+    bool ok = load_all(&all, args->golden) && run_host(&st, &all) &&
+              (args->all_tiers ? run_tiers(&st, &all, args->options)
+                               : run_device(&st, &all, &args->options));
     for (size_t i = 0; i < TABLES; ++i) io_csv_free(&all.csv[i]);
     if (!ok) return 2;
     printf("%" PRIu64 " passed, %" PRIu64 " failed\n", st.passed, st.failed);
     return st.failed || !st.passed ? 1 : 0;
 }
 
-const cli_command cli_selftest = {
-    "selftest", "Compare this machine's bits with the H200's", &selftest_argp, run};
+const cli_command cli_selftest = {"selftest",     "Compare this machine's bits with the H200's",
+                                  &selftest_argp, sizeof(selftest_args),
+                                  defaults,       run};

@@ -394,15 +394,18 @@ static int execute(synth *all) {
     return ok ? 0 : 2;
 }
 
-static int run(int argc, char **argv) {
-    synth_args args = {.layers = 5, .rows = 64, .seed = 1, .shards = 1, .max_position = 131072};
-    int status = cli_parse(&synth_argp, argc, argv, &args);
-    if (status) return status;
-    if (!args.kv_heads) args.kv_heads = args.family ? 8 : 16;
-    if (!args.hidden_size) args.hidden_size = args.family ? 4096 : 8192;
-    if (!args.head_dim) args.head_dim = args.family ? 128 : 64;
-    synth all = {.args = &args};
-    status = execute(&all);
+static void defaults(void *input) {
+    *(synth_args *)input =
+        (synth_args){.layers = 5, .rows = 64, .seed = 1, .shards = 1, .max_position = 131072};
+}
+
+static int run(void *input) {
+    synth_args *args = input;
+    if (!args->kv_heads) args->kv_heads = args->family ? 8 : 16;
+    if (!args->hidden_size) args->hidden_size = args->family ? 4096 : 8192;
+    if (!args->head_dim) args->head_dim = args->family ? 128 : 64;
+    synth all = {.args = args};
+    int status = execute(&all);
     for (size_t i = 0; i < all.count; ++i) free((void *)all.tensors[i].entry.data);
     for (size_t i = 0; i < all.written_count; ++i) free(all.written[i]);
     free(all.tensors);
@@ -410,5 +413,6 @@ static int run(int argc, char **argv) {
     return status;
 }
 
-const cli_command cli_synth = {
-    "synth", "Make a checkpoint and a context from a seed", &synth_argp, run};
+const cli_command cli_synth = {"synth",     "Make a checkpoint and a context from a seed",
+                               &synth_argp, sizeof(synth_args),
+                               defaults,    run};

@@ -133,21 +133,20 @@ static int compare(const io_safetensors *a, const io_safetensors *b) {
     return 1;
 }
 
-static int run(int argc, char **argv) {
-    verify_args args = {{0}};
-    int status = cli_parse(&verify_argp, argc, argv, &args);
-    if (status) return status;
+static int run(void *input) {
+    const verify_args *args = input;
     io_error error;
     io_safetensors files[2];
-    if (!io_safetensors_open(&files[0], args.paths[0], &error)) return cli_fail("%s", error.text);
-    if (!io_safetensors_open(&files[1], args.paths[1], &error)) {
+    if (!io_safetensors_open(&files[0], args->paths[0], &error)) return cli_fail("%s", error.text);
+    if (!io_safetensors_open(&files[1], args->paths[1], &error)) {
         io_safetensors_close(&files[0]);
         return cli_fail("%s", error.text);
     }
-    status = compare(&files[0], &files[1]);
+    int status = compare(&files[0], &files[1]);
     io_safetensors_close(&files[0]);
     io_safetensors_close(&files[1]);
     return status;
 }
 
-const cli_command cli_verify = {"verify", "Compare two cache files bit by bit", &verify_argp, run};
+const cli_command cli_verify = {
+    "verify", "Compare two cache files bit by bit", &verify_argp, sizeof(verify_args), NULL, run};
