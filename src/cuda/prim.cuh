@@ -83,6 +83,11 @@ static __device__ __forceinline__ uint2 load8(const void *p) {
 static __device__ __forceinline__ uint4 load16_const(const void *p) {
     return __ldg((const uint4 *)p);
 }
+// Into the second-level cache, where every write of the device meets: nothing is read, so that it
+// may come before the launch wait.
+static __device__ __forceinline__ void prefetch(const void *p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
 static __device__ __forceinline__ void store16(void *p, uint4 w) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
                  "r"(w.w)

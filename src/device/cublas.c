@@ -110,10 +110,10 @@ struct ctxkv__spare {
 
 int ctxkv__cublas_take(
     const struct ctxkv__cublas *b, struct ctxkv__cuda_device *gpu, void **handle) {
-    pthread_mutex_lock(&gpu->lock);
+    ctxkv__lock_take(&gpu->lock);
     struct ctxkv__spare *spare = gpu->spare_handles;
     if (spare) gpu->spare_handles = spare->next;
-    pthread_mutex_unlock(&gpu->lock);
+    ctxkv__lock_give(&gpu->lock);
     if (!spare) return b->create(handle);
     *handle = spare->handle;
     free(spare);
@@ -127,10 +127,10 @@ void ctxkv__cublas_give(
         b->destroy(handle);
         return;
     }
-    pthread_mutex_lock(&gpu->lock);
+    ctxkv__lock_take(&gpu->lock);
     *spare = (struct ctxkv__spare){b, handle, gpu->spare_handles};
     gpu->spare_handles = spare;
-    pthread_mutex_unlock(&gpu->lock);
+    ctxkv__lock_give(&gpu->lock);
 }
 
 void ctxkv__cublas_close(struct ctxkv__cuda_device *gpu) {
