@@ -136,8 +136,7 @@ template <int HD> static __device__ __forceinline__ void round_all(float (*k)[8]
     for (int v = 0; v < shape<HD>::VECS; v++) bf16_unpack8(bf16_pack8(k[v]), k[v]);
 }
 
-template <int HD>
-static __device__ __forceinline__ void scale_all(float (*k)[8], float r) {
+template <int HD> static __device__ __forceinline__ void scale_all(float (*k)[8], float r) {
 #pragma unroll
     for (int v = 0; v < shape<HD>::VECS; v++)
 #pragma unroll
@@ -154,8 +153,7 @@ static __device__ __forceinline__ void k_norm(
     const ctxkv_store_general &p, const float *weight, int lane, float (*k)[8]) {
     if (p.norm == CTXKV_STORE_NORM_ABSENT) return;
     if (HD == 64 && p.norm == CTXKV_STORE_NORM_PLAIN) {
-        scale_all<HD>(
-            k, rsqrt_any(fma_rn(head_sum_folded64(k[0], lane), 1.0f / 64, p.k_eps)));
+        scale_all<HD>(k, rsqrt_any(fma_rn(head_sum_folded64(k[0], lane), 1.0f / 64, p.k_eps)));
     } else {
         scale_all<HD>(k, rms_scale<HD>(k, p.k_eps));
 #pragma unroll
@@ -234,8 +232,8 @@ static __device__ __forceinline__ void put8(
     }
     float v[8];
     bf16_unpack8(words, v);
-    const uint2 w = type == CTXKV_GENERAL_CACHE_E5M2 ? fp8_pack8<true>(v, scale)
-                                                     : fp8_pack8<false>(v, scale);
+    const uint2 w =
+        type == CTXKV_GENERAL_CACHE_E5M2 ? fp8_pack8<true>(v, scale) : fp8_pack8<false>(v, scale);
     unsigned char *to = (unsigned char *)cache + at;
     if (wide) {
         asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(to), "r"(w.x), "r"(w.y) : "memory");
@@ -293,8 +291,7 @@ static __device__ __forceinline__ void finish_unit(
 
 // Units are (row, head) in row-major order, one to a group of lanes. Every lane of a warp goes all
 // the way: the exchanges are warp-wide.
-template <int HD>
-static __device__ __forceinline__ void store_units(const ctxkv_store_general &p) {
+template <int HD> static __device__ __forceinline__ void store_units(const ctxkv_store_general &p) {
     constexpr int LANES = shape<HD>::LANES, GROUPS = THREADS / LANES;
     __shared__ float heads[GROUPS][HD];
     const ctxkv_general_layer &l = p.layer[blockIdx.y];

@@ -25,11 +25,11 @@
 
 // One layer. Strides are in elements.
 typedef struct {
-    const void *k_src, *v_src; // BF16 [T, H, head_dim]
-    void *k, *v;               // the cache views
-    const long long *slots;    // [rows]
-    const float *k_weight;     // RMS K norm: [head_dim]
-    const void *table;         // [max_position, rotary_dim]
+    const void *k_src, *v_src;      // BF16 [T, H, head_dim]
+    void *k, *v;                    // the cache views
+    const long long *slots;         // [rows]
+    const float *k_weight;          // RMS K norm: [head_dim]
+    const void *table;              // [max_position, rotary_dim]
     const float *k_scale, *v_scale; // FP8: what K and V are divided by; null: 1
     long long max_position;
     long long rows;       // 0: nothing is stored in this layer
