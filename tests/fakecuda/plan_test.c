@@ -251,9 +251,10 @@ static void parameters_arrive(void **state) {
     const struct fake_launch *l = &fake.launch[0];
     ctxkv_norms_params n;
     memcpy(&n, l->params, sizeof n);
-    assert_string_equal(l->kernel, "ctxkv_norms_few16_pair");
+    assert_string_equal(l->kernel, "ctxkv_norms_row16_pair");
     assert_int_equal(l->grid[0], PART_ROWS);
-    assert_int_equal(l->grid[1], LAYERS);
+    assert_int_equal(l->grid[1] * n.layers_per_block, LAYERS);
+    assert_int_equal(l->shared, (LAYERS - 1) * D * 2);
     assert_int_equal(l->threads, 256);
     assert_ptr_equal(n.x, x);
     assert_int_equal(n.x_row, D);
@@ -307,7 +308,10 @@ static void few_rows_take_the_decode_kernels(void **state) {
         const struct fake_launch *l = &fake.launch[1];
         memcpy(&n, fake.launch[0].params, sizeof n);
         memcpy(&d, l->params, sizeof d);
-        assert_string_equal(fake.launch[0].kernel, "ctxkv_norms_few16_pair");
+        assert_string_equal(
+            fake.launch[0].kernel,
+            rows[i] < 16 ? "ctxkv_norms_half16_pair" : "ctxkv_norms_row16_pair");
+        assert_int_equal(fake.launch[0].grid[2], rows[i] < 16 ? 2 : 1);
         assert_true(n.flags & CTXKV_NORMS_NEXT_EARLY);
         assert_non_null(strstr(l->kernel, "ctxkv_decode_n"));
         assert_int_equal(l->programmatic, 1);
@@ -465,7 +469,7 @@ static void newer_gpus_sum_packed(void **state) {
     assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
     assert_int_equal(bind(p.chain, 0), CTXKV_OK);
     assert_int_equal(run(p.chain, 0), CTXKV_OK);
-    assert_string_equal(fake.launch[0].kernel, "ctxkv_norms_few16_packed");
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_norms_row16_packed");
     ctxkv_chain_destroy(p.chain);
     ctxkv_device_close(p.device);
 }
