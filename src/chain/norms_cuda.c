@@ -101,7 +101,9 @@ static void choose(const struct ctxkv_norms *plan, struct norms_gpu *g) {
     bool packed =
         d->numerics == CTXKV_NUMERICS_PACKED || (d->numerics != CTXKV_NUMERICS_PAIR && gpu->packed);
     bool scaled = lw && d->layer.input_scale;
-    g->fused = d->hidden_size == 8192 && row_or_absent(&d->hidden) && row_or_absent(&d->layer);
+    // Two absent norms copy, whatever the bits: that is rms.cu's.
+    g->fused = d->hidden_size == 8192 && row_or_absent(&d->hidden) && row_or_absent(&d->layer) &&
+               !(no_hidden && no_layer);
     if (hw->data && d->hidden.input_scale) g->flags |= CTXKV_NORMS_HIDDEN_INPUT;
     if (hw->data && (d->hidden.input_scale || hw->type == CTXKV__FP32))
         g->flags |= CTXKV_NORMS_HIDDEN_FUSE;

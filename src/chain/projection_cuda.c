@@ -19,7 +19,6 @@ struct projection_gpu {
     struct ctxkv__lock lock; // around the handle's stream and workspace
     void *stream_set, *workspace_set;
     struct ctxkv__projection_few *few; // NULL: not there
-    int64_t most_few;                  // rows that go that way where cuBLAS could, too
     size_t bytes;
 };
 
@@ -118,13 +117,11 @@ static ctxkv_status check_kind(const struct ctxkv_projection *plan) {
     return CTXKV_OK;
 }
 
-// Where the decode kernels beat cuBLAS (bench/results/h200.json, docs/gpu.md), or stand in for the
-// exact one, a tenth as fast. They cost a copy of the weights.
-static bool wants_few(const struct ctxkv_projection *plan, struct projection_gpu *g) {
+// Where the decode kernels beat cuBLAS (docs/gpu.md). They cost a copy of the weights.
+static int64_t most_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
     bool narrow = plan->desc.hidden_size == 8192 && 2 * plan->args.block_columns <= 256;
-    if (plan->in_chain || plan->desc.mode == CTXKV_PROJECTION_CUBLAS) return false;
-    g->most_few = narrow ? 16 : 0;
-    return !g->cublas || g->most_few;
+    bool automatic = plan->desc.mode == CTXKV_PROJECTION_AUTO && g->cublas;
+    return automatic && narrow && !plan->in_chain ? 16 : 0;
 }
 
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
@@ -152,7 +149,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
-    if (!status && wants_few(plan, g)) status = ctxkv__projection_few_create(plan, &g->few);
+    if (!status && most_few(plan, g)) status = ctxkv__projection_few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -299,7 +296,7 @@ ctxkv_status ctxkv__cuda_projection_launch(
                 : 2 * plan->args.block_columns;
     }
     bool cublas = g->cublas && cublas_fits(plan, g, &call);
-    if (g->few && call.rows <= (cublas ? g->most_few : CTXKV_DECODE_MAX_ROWS))
+    if (cublas && g->few && call.rows <= most_few(plan, g))
         return ctxkv__projection_few_launch(plan, g->few, given);
     if (cublas) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)

@@ -510,7 +510,7 @@ static ctxkv_status project(ctxkv_projection *projection, int64_t rows, uint16_t
     fake.launches = 0;
     fake.gemms = 0;
     return ctxkv_projection_run(
-        projection, gpu_tensor(&b[0], x, bf16, 3, (int64_t[]){1, rows, D}, 0),
+        projection, gpu_tensor(&b[0], weights, bf16, 3, (int64_t[]){LAYERS, rows, D}, 0),
         gpu_tensor(&b[1], to, bf16, 3, (int64_t[]){LAYERS, rows, COLUMNS}, 0), 0);
 }
 
@@ -524,7 +524,10 @@ static void projections_alone(void **state) {
     assert_int_equal(make_projection(device, CTXKV_PROJECTION_EXACT, &exact), CTXKV_OK);
     assert_int_equal(make_projection(device, CTXKV_PROJECTION_AUTO, &automatic), CTXKV_OK);
     long before = fake.slow_calls;
-    assert_int_equal(project(exact, 64, kv), CTXKV_OK);
+    assert_int_equal(project(exact, 5, kv), CTXKV_OK);
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_projection_16");
+    assert_int_equal(project(automatic, 16, kv), CTXKV_OK);
+    assert_int_equal(fake.gemms, 0);
     assert_int_equal(fake.launches, 2);
     assert_string_equal(fake.launch[0].kernel, "ctxkv_decode_pack_rows");
     ctxkv_decode_rows_params r;
@@ -532,22 +535,17 @@ static void projections_alone(void **state) {
     memcpy(&r, fake.launch[0].params, sizeof r);
     memcpy(&d, fake.launch[1].params, sizeof d);
     assert_non_null(strstr(fake.launch[1].kernel, "ctxkv_decode_n"));
-    assert_int_equal(fake.launch[0].grid[1], 64);
-    assert_int_equal(fake.launch[0].grid[2], 1);
-    assert_ptr_equal(r.x, x);
+    assert_int_equal(fake.launch[0].grid[1], 16);
+    assert_int_equal(fake.launch[0].grid[2], LAYERS);
+    assert_ptr_equal(r.x, weights);
     assert_ptr_equal(d.x, r.out);
-    assert_int_equal(d.x_layer, 0); // one x for all layers
+    assert_int_equal(d.x_layer, r.out_layer);
     assert_ptr_equal(d.kv, kv);
-    assert_int_equal(d.kv_layer, 64 * COLUMNS);
+    assert_int_equal(d.kv_layer, 16 * COLUMNS);
     assert_int_equal(d.kv_row, COLUMNS);
     assert_int_equal(d.flags, CTXKV_DECODE_KV);
-    assert_int_equal(project(exact, 65, kv), CTXKV_OK);
-    assert_string_equal(fake.launch[0].kernel, "ctxkv_projection_64");
-    assert_int_equal(project(exact, 5, kv + 1), CTXKV_OK);
-    memcpy(&d, fake.launch[1].params, sizeof d);
-    assert_int_equal(d.flags, CTXKV_DECODE_KV | CTXKV_DECODE_KV_BY2);
-    assert_int_equal(project(automatic, 16, kv), CTXKV_OK);
-    assert_int_equal(fake.launches, 2);
+    assert_int_equal(project(automatic, 17, kv), CTXKV_OK);
+    assert_int_equal(fake.gemms, 1);
     assert_int_equal(fake.slow_calls, before);
     ctxkv_projection_destroy(exact);
     ctxkv_projection_destroy(automatic);
@@ -569,7 +567,7 @@ static void projection_calls_fail(void **state) {
             long first = fake.calls;
             fake.fail_at = first + n;
             fake.fail_with = errors[e];
-            ctxkv_status status = make_projection(device, CTXKV_PROJECTION_EXACT, &projection);
+            ctxkv_status status = make_projection(device, CTXKV_PROJECTION_AUTO, &projection);
             bool reached = fake.calls > first + n;
             fake.fail_at = -1;
             status ? refused[e]++ : made[e]++;
