@@ -74,7 +74,9 @@ class ContextPath:
             stock(states, positions, mapping)
         if recorder and taken is not None:
             caches = [attn.kv_cache for attn in getattr(self.model, "_attn_layers", ())]
-            recorder.write(taken, caches, self._table(), "ctxkv" if ours else "stock")
+            store = self.described.arguments if self.described is not None else None
+            by = "ctxkv" if ours else "stock"
+            recorder.write(taken, caches, self._table(), by, store)
 
     def _table(self) -> Optional[torch.Tensor]:
         if self.described is not None:
