@@ -63,7 +63,7 @@ class Device:
         if not isinstance(name, str):
             raise ValueError(f"name is {name!r}, must be 'cpu', 'cuda' or 'cuda:N'")
         options = _abi.DeviceOptions()
-        lib.ctxkv_device_options_init(byref(options))
+        lib.ctxkv_device_options_init_sized(byref(options), ctypes.sizeof(options))
         options.threads = min(max(integer("threads", threads), -1), 2**31 - 1)
         options.cpu_mask = sum({choice("cpu_tiers", t, _abi.CPU_TIERS) for t in cpu_tiers})
         options.programmatic_launch = int(bool(programmatic_launch))
@@ -191,7 +191,7 @@ def _norms_desc(
     numerics: str = "stock",
 ) -> tuple[_abi.NormsDesc, Any]:
     desc = _abi.NormsDesc()
-    library().ctxkv_norms_desc_init(byref(desc))
+    library().ctxkv_norms_desc_init_sized(byref(desc), ctypes.sizeof(desc))
     desc.hidden_size = integer("hidden_size", hidden_size)
     desc.num_layers = integer("num_layers", num_layers)
     desc.hidden, desc.layer = _norm("hidden", hidden), _norm("layer", layer)
@@ -218,7 +218,7 @@ def _projection_desc(
     max_rows: int = 0,
 ) -> tuple[_abi.ProjectionDesc, Any]:
     desc = _abi.ProjectionDesc()
-    library().ctxkv_projection_desc_init(byref(desc))
+    library().ctxkv_projection_desc_init_sized(byref(desc), ctypes.sizeof(desc))
     desc.hidden_size = integer("hidden_size", hidden_size)
     desc.num_layers = integer("num_layers", num_layers)
     desc.num_kv_heads = integer("num_kv_heads", num_kv_heads)
@@ -258,7 +258,7 @@ def _store_desc(
     checked: bool = False,
 ) -> tuple[_abi.StoreDesc, Any]:
     desc = _abi.StoreDesc()
-    library().ctxkv_store_desc_init(byref(desc))
+    library().ctxkv_store_desc_init_sized(byref(desc), ctypes.sizeof(desc))
     desc.num_layers = integer("num_layers", num_layers)
     desc.num_kv_heads = integer("num_kv_heads", num_kv_heads)
     desc.head_dim = integer("head_dim", head_dim)
@@ -424,7 +424,7 @@ class Chain(_Caching):
         second, keep_second = _projection_desc(**{"max_rows": max_rows, **projection})
         third, keep_third = _store_desc(**store)
         desc = _abi.ChainDesc()
-        lib.ctxkv_chain_desc_init(byref(desc))
+        lib.ctxkv_chain_desc_init_sized(byref(desc), ctypes.sizeof(desc))
         desc.norms, desc.projection = ctypes.pointer(first), ctypes.pointer(second)
         desc.store = ctypes.pointer(third)
         desc.max_rows = integer("max_rows", max_rows)
@@ -457,7 +457,7 @@ class Chain(_Caching):
 
     def _new_call(self) -> tuple[Any, Any, Any, Any]:
         call = _abi.ChainCall()
-        library().ctxkv_chain_call_init(byref(call))
+        library().ctxkv_chain_call_init_sized(byref(call), ctypes.sizeof(call))
         slots, rows = (c_void_p * self.num_layers)(), (c_int64 * self.num_layers)()
         call.slots, call.slot_rows = ctypes.addressof(slots), ctypes.addressof(rows)
         return call, slots, rows, byref(call)

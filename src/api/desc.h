@@ -5,6 +5,8 @@
 
 #include "../chain/plan.h"
 
+// Fills a caller's size bytes: the defaults, then zeros past the `known` bytes of this version.
+void ctxkv__init(void *to, size_t size, const void *defaults, size_t known);
 // Copies a caller's descriptor of any version into ours; first_size: its size in the first version.
 ctxkv_status ctxkv__desc(
     void *to, size_t size, size_t first_size, const void *from, const char *name);

@@ -8,9 +8,9 @@
 #include "../chain/cuda_backend.h"
 #include "desc.h"
 
-void ctxkv_projection_desc_init(ctxkv_projection_desc *desc) {
-    if (!desc) return;
-    *desc = (ctxkv_projection_desc){.size = sizeof *desc, .hidden_size = 8192, .head_dim = 64};
+void ctxkv_projection_desc_init_sized(ctxkv_projection_desc *desc, size_t size) {
+    static const ctxkv_projection_desc defaults = {.hidden_size = 8192, .head_dim = 64};
+    ctxkv__init(desc, size, &defaults, sizeof defaults);
 }
 
 #define FIRST_SIZE offsetof(ctxkv_projection_desc, bias_add)

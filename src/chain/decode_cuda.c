@@ -36,6 +36,7 @@ static bool suits(const struct ctxkv_chain *plan) {
     // A D that is no multiple of 64 would need columns of zeros in every caller's workspace.
     bool sound = plan->device->gpu->arch == 90 && p->hidden_size % 64 == 0 &&
                  p->mode != CTXKV_PROJECTION_CUBLAS && !plan->projection->bias_view.data &&
+                 plan->projection->args.parts == 2 && !ctxkv__cuda_store_is_general(plan->store) &&
                  ctxkv__cuda_norms_takes_lines(plan->norms);
     return sound && ctxkv__decode_takes(&shape) && ctxkv__decode_cut(&shape, 1, &cut) &&
            ctxkv__decode_cut(&shape, CTXKV_DECODE_MAX_ROWS, &cut);
@@ -137,6 +138,8 @@ ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode
     int64_t columns = 2 * plan->projection->args.block_columns;
     bool near = plan->projection->desc.hidden_size == 8192 && columns == 512;
     d->most_rows = near ? 48 : CTXKV_DECODE_MAX_ROWS;
+    // bench/results/h200_qwen3.json: with 2048 columns a layer and one norm, 8 and 10 % at 64 rows.
+    if (columns == 2048 && plan->norms->out_layers == 1) d->most_rows = 32;
     layout(plan, &d->kv_offset, &d->counter_offset);
     if (plan->store->tables[0].data && !ctxkv__aligned(plan->store->tables[0].data, 16))
         d->flags |= CTXKV_DECODE_TABLE_BY2;

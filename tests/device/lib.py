@@ -134,13 +134,21 @@ class Library:
             getattr(self.lib, name).restype = C.c_size_t
             getattr(self.lib, name).argtypes = [VP]
 
+    def init(self, name, struct):
+        """By the sized form; libraries built before it have the plain one alone."""
+        sized = getattr(self.lib, name + "_sized", None)
+        if sized is None:
+            getattr(self.lib, name)(C.byref(struct))
+        else:
+            sized(C.byref(struct), C.c_size_t(C.sizeof(struct)))
+
     def check(self, status):
         if status:
             raise Error(status, self.lib.ctxkv_last_error().decode())
 
     def device(self, name="cuda:0", **options):
         o, d = DeviceOptions(), VP()
-        self.lib.ctxkv_device_options_init(C.byref(o))
+        self.init("ctxkv_device_options_init", o)
         for key, value in options.items():
             setattr(o, key, value)
         self.check(self.lib.ctxkv_device_open(name.encode(), C.byref(o), C.byref(d)))
@@ -179,7 +187,7 @@ class Device(Handle):
 
     def norms_desc(self, hidden, layer, L, D=8192, hw=None, lw=None, numerics=STOCK):
         d = NormsDesc()
-        self.library.lib.ctxkv_norms_desc_init(C.byref(d))
+        self.library.init("ctxkv_norms_desc_init", d)
         d.hidden_size, d.num_layers, d.numerics = D, L, numerics
         d.hidden, d.layer = Norm(*hidden), Norm(*layer)
         hidden_view, layers = tensor(hw), pointers(lw if isinstance(lw, list) else [lw])
@@ -193,7 +201,7 @@ class Device(Handle):
     def projection_desc(self, weights, L, H, head_dim=64, D=8192, mode=AUTO, bias=None, max_rows=0,
                         bias_add=0, k_only=0):
         d = ProjectionDesc()
-        self.library.lib.ctxkv_projection_desc_init(C.byref(d))
+        self.library.init("ctxkv_projection_desc_init", d)
         d.hidden_size, d.num_layers, d.num_kv_heads, d.head_dim = D, L, H, head_dim
         weights = weights if isinstance(weights, list) else [weights]
         array, bias_view = pointers(weights), tensor(bias)
@@ -206,7 +214,7 @@ class Device(Handle):
                    table=None, tables=None, scales=None, **more):
         """tables: one per layer, in place of table. scales: (K's, V's) lists. more: other fields."""
         d = StoreDesc()
-        self.library.lib.ctxkv_store_desc_init(C.byref(d))
+        self.library.init("ctxkv_store_desc_init", d)
         d.num_layers, d.num_kv_heads, d.head_dim = L, H, head_dim
         d.k_norm, d.k_eps, d.rope = k_norm, eps, rope
         weight_view, table_view = tensor(weight), tensor(table)
@@ -237,7 +245,7 @@ class Device(Handle):
 
     def chain(self, norms, projection, store, max_rows):
         d = ChainDesc()
-        self.library.lib.ctxkv_chain_desc_init(C.byref(d))
+        self.library.init("ctxkv_chain_desc_init", d)
         d.norms, d.projection, d.store = C.pointer(norms), C.pointer(projection), C.pointer(store)
         d.max_rows = max_rows
         return self.make("chain", d, (norms.keep, projection.keep, store.keep))

@@ -5,6 +5,7 @@
 #include "cuda/decode_params.h"
 #include "cuda/params.h"
 #include "cuda/prefill_params.h"
+#include "cuda/store_general.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -345,6 +346,7 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_norms_", sizeof(ctxkv_norms_params)},
         {"ctxkv_projection_", sizeof(ctxkv_projection_params)},
         {"ctxkv_store_any", sizeof(ctxkv_store_any)},
+        {"ctxkv_store_general", sizeof(ctxkv_store_general)},
         {"ctxkv_store_", sizeof(ctxkv_store_fast)},
         {"ctxkv_prenorm", sizeof(ctxkv_prenorm_params)},
         {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
