@@ -14,7 +14,8 @@ struct chain_gpu {
 };
 
 // CTXKV_CHAIN_WAYS names the ways that may be taken beside the three parts ("decode", "prefill", or
-// "none"), for measuring and for finding a fault; unset, all. Read when a chain is made.
+// "none"), for measuring and for finding a fault; unset, all. "prefill-always" takes that way also
+// where another is faster. Read when a chain is made.
 static bool way_allowed(const char *name) {
     const char *ways = getenv("CTXKV_CHAIN_WAYS");
     return !ways || strstr(ways, name);

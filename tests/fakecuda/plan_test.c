@@ -363,6 +363,37 @@ static void ways_can_be_named(void **state) {
     unsetenv("CTXKV_CHAIN_WAYS");
 }
 
+// One normed input for all layers, finished by the kernels of SPEC 5's heads.
+static void the_family_takes_the_prefill_kernels(void **state) {
+    (void)state;
+    struct parts p;
+    ctxkv_prefill_params f;
+    setenv("CTXKV_CHAIN_WAYS", "prefill-always", 1);
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+    assert_int_equal(make_chain(p.device, true, &p.chain), CTXKV_OK);
+    unsetenv("CTXKV_CHAIN_WAYS");
+    assert_int_equal(bind(p.chain, 0), CTXKV_OK);
+    long before = fake.slow_calls;
+    assert_int_equal(run_rows(p.chain, MOST_ROWS, 0), CTXKV_OK);
+    assert_int_equal(fake.launches, 2);
+    assert_int_equal(fake.gemms, 0);
+    assert_int_equal(fake.slow_calls, before);
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_norms_rms");
+    assert_non_null(strstr(fake.launch[1].kernel, "ctxkv_prefill_"));
+    assert_non_null(strstr(fake.launch[1].kernel, "_rms64"));
+    memcpy(&f, fake.launch[1].params, offsetof(ctxkv_prefill_params, layer[LAYERS]));
+    assert_int_equal(f.a_shared, 1);
+    assert_non_null(f.k_gain);
+    assert_ptr_equal(f.cos_sin, table);
+    assert_int_equal(f.heads, HEADS);
+    assert_int_equal(f.rows, MOST_ROWS);
+    assert_int_equal(f.k_blocks, D / 64);
+    assert_int_equal(f.w_rows, COLUMNS / 2);
+    assert_ptr_equal(f.layer[1].k, cache + 4 * HEADS * 16 * 128);
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_device_close(p.device);
+}
+
 // A GPU short of memory for the packed weights has the chain all the same.
 static void no_room_for_packed_weights(void **state) {
     (void)state;
@@ -633,6 +664,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(parameters_arrive, setup, teardown),
         cmocka_unit_test_setup_teardown(few_rows_take_the_decode_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(ways_can_be_named, setup, teardown),
+        cmocka_unit_test_setup_teardown(the_family_takes_the_prefill_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(no_room_for_packed_weights, setup, teardown),
         cmocka_unit_test_setup_teardown(many_rows_take_the_prefill_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(odd_caches_take_the_other_kernel, setup, teardown),
