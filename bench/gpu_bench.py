@@ -10,7 +10,9 @@ microseconds; inputs, weights and outputs rotate past the L2 cache; L = 5, D = 8
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -48,6 +50,33 @@ def measure(call, sets, count, replays=9):
 
 # The most seen on an H200: a plain read (bytes a second) and a large product (operations a second).
 BYTES_PER_S, OPERATIONS_PER_S = 4.3e12, 800e12
+
+
+def measured_limits(tool):
+    """Read and copy bandwidth (bytes a second) and BF16 operations a second by kernels made for
+    that (ctxkv bench), and what the floor is then said to be; None without the tool."""
+    if not tool or not os.path.exists(tool):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "limits.json")
+        command = [tool, "bench", "--device", "cuda:0", "--heads", "1", "--layers", "1", "--rows",
+                   "1", "--seconds", "0.2", "--no-check", "--projection", "exact", "--json", out]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            return None
+        with open(out) as f:
+            data = json.load(f)
+    return data["read_gb_s"] * 1e9, data["copy_gb_s"] * 1e9, data["gmac_s"] * 2e9
+
+
+def smi(fields):
+    """The card's own words for these fields, or None."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, check=True, text=True,
+                              stdout=subprocess.PIPE).stdout.splitlines()[0].strip()
+    except (OSError, IndexError, subprocess.CalledProcessError):
+        return None
 
 
 def limits():
@@ -202,6 +231,7 @@ def main():
     p.add_argument("--library", required=True)
     p.add_argument("--peers")
     p.add_argument("--kernels")
+    p.add_argument("--tool", help="ctxkv, for the floors; default: that of the library's build")
     p.add_argument("--out", default="h200.json")
     p.add_argument("--heads", default="2,16,4,8", help="the first two before the rest")
     p.add_argument("--seconds", type=float, default=1e9, help="begin no size after so long")
@@ -220,6 +250,16 @@ def main():
     device = Q.Library().device("cuda:0")
     bandwidth, rate = limits()
     limit = max(bandwidth, BYTES_PER_S), max(rate, OPERATIONS_PER_S)
+    floor = ("bytes at 4.3 TB/s or operations at 800 TFLOP/s, the most seen on this kind of card; "
+             "copy_GBs is a memcpy node of this run and slower")
+    beside = os.path.join(os.path.dirname(os.path.abspath(args.library)), "tools/ctxkv/ctxkv")
+    measured = measured_limits(args.tool or beside)
+    if measured:
+        read, copy, burst = measured
+        limit = max(bandwidth, read, copy), max(rate, burst)
+        floor = (f"bytes at {limit[0] / 1e12:.2f} TB/s or operations at {limit[1] / 1e12:.0f} "
+                 "TFLOP/s, by kernels that do nothing else, in this run (ctxkv bench); copy_GBs is a "
+                 "memcpy node, bf16_TFLOPs torch's 8192^3 product")
     hw = torch.ones(D, device="cuda").bfloat16()
     lw = torch.ones(L, D, device="cuda").bfloat16()
     table = torch.randn(65536, 64, device="cuda").bfloat16()
@@ -228,7 +268,12 @@ def main():
         machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=0,
         torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1),
         bf16_TFLOPs=round(rate / 1e12, 1), layers=L, hidden_size=D,
-        method="medians of graph replays; buffers rotate past the L2", rows=[])
+        method="medians of graph replays; buffers rotate past the L2", floor=floor,
+        date=time.strftime("%Y-%m-%d", time.gmtime()), driver_version=smi("driver_version"),
+        clocks=f"SM and memory before the run: {smi('clocks.sm,clocks.mem')}; not locked", rows=[])
+    if measured:
+        result.update(read_kernel_GBs=round(read / 1e9, 1), copy_kernel_GBs=round(copy / 1e9, 1),
+                      burst_TFLOPs=round(burst / 1e12, 1))
     heads = list(map(int, args.heads.split(",")))
     begin, wrong = time.time(), 0
     for group in (heads[:2], heads[2:]):

@@ -8,12 +8,14 @@
 // strides mean row-major. T: context rows, D: hidden size, L: draft layers, H: KV heads of this
 // rank, R: slots of a layer (R <= T). Every function that can fail returns a ctxkv_status and
 // leaves a sentence for ctxkv_last_error(). Option and descriptor structs begin with their own size
-// and are filled by their _init function; fields added later keep old callers working.
+// and are filled by their _init function; fields added later keep old callers working. Its _sized
+// form, for bindings, fills size bytes: never more than the caller's struct has.
 //
 // Threads. A device may be shared by threads. A plan may run on several threads or streams at once
 // if each call brings its own workspace (ctxkv_chain_call); binding caches and destroying may not
 // overlap a run. Runs of CUDA plans launch kernels only (no allocation, no synchronisation), so
-// they may be captured in CUDA graphs; creating a plan during a capture is refused.
+// they may be captured in CUDA graphs. Create plans before a capture begins: during one it is
+// refused where the driver tells of it, and harmless to the capture where it does not.
 #ifndef CTXKV_CTXKV_H
 #define CTXKV_CTXKV_H
 
@@ -70,7 +72,10 @@ typedef struct ctxkv_device_options {
     void *log_user;
 } ctxkv_device_options;
 
-CTXKV_API void ctxkv_device_options_init(ctxkv_device_options *options);
+CTXKV_API void ctxkv_device_options_init_sized(ctxkv_device_options *options, size_t size);
+static inline void ctxkv_device_options_init(ctxkv_device_options *options) {
+    ctxkv_device_options_init_sized(options, sizeof *options);
+}
 // name: "cpu", "cuda" (= "cuda:0") or "cuda:N". options may be NULL.
 CTXKV_API ctxkv_status
 ctxkv_device_open(const char *name, const ctxkv_device_options *options, ctxkv_device **device);
@@ -185,7 +190,10 @@ typedef struct ctxkv_norms_desc {
     ctxkv_numerics numerics;
 } ctxkv_norms_desc;
 
-CTXKV_API void ctxkv_norms_desc_init(ctxkv_norms_desc *desc);
+CTXKV_API void ctxkv_norms_desc_init_sized(ctxkv_norms_desc *desc, size_t size);
+static inline void ctxkv_norms_desc_init(ctxkv_norms_desc *desc) {
+    ctxkv_norms_desc_init_sized(desc, sizeof *desc);
+}
 CTXKV_API ctxkv_status
 ctxkv_norms_create(ctxkv_device *device, const ctxkv_norms_desc *desc, ctxkv_norms **norms);
 CTXKV_API void ctxkv_norms_destroy(ctxkv_norms *norms);
@@ -217,7 +225,10 @@ typedef struct ctxkv_projection_desc {
     int32_t k_only;
 } ctxkv_projection_desc;
 
-CTXKV_API void ctxkv_projection_desc_init(ctxkv_projection_desc *desc);
+CTXKV_API void ctxkv_projection_desc_init_sized(ctxkv_projection_desc *desc, size_t size);
+static inline void ctxkv_projection_desc_init(ctxkv_projection_desc *desc) {
+    ctxkv_projection_desc_init_sized(desc, sizeof *desc);
+}
 CTXKV_API ctxkv_status ctxkv_projection_create(
     ctxkv_device *device, const ctxkv_projection_desc *desc, ctxkv_projection **projection);
 CTXKV_API void ctxkv_projection_destroy(ctxkv_projection *projection);
@@ -259,7 +270,10 @@ typedef struct ctxkv_store_desc {
     int32_t v_from_k; // 1: V is made from K as it was before its norm; runs take no v
 } ctxkv_store_desc;
 
-CTXKV_API void ctxkv_store_desc_init(ctxkv_store_desc *desc);
+CTXKV_API void ctxkv_store_desc_init_sized(ctxkv_store_desc *desc, size_t size);
+static inline void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
+    ctxkv_store_desc_init_sized(desc, sizeof *desc);
+}
 CTXKV_API ctxkv_status
 ctxkv_store_create(ctxkv_device *device, const ctxkv_store_desc *desc, ctxkv_store **store);
 CTXKV_API void ctxkv_store_destroy(ctxkv_store *store);
@@ -275,7 +289,8 @@ CTXKV_API ctxkv_status ctxkv_store_bind_caches(
 CTXKV_API ctxkv_status ctxkv_store_run(
     ctxkv_store *store, const DLTensor *k, const DLTensor *v, const DLTensor *positions,
     const DLTensor *const *slots, int64_t slot_count, void *stream);
-// Reads and clears. On a CUDA device it waits for the work already given to the device.
+// Reads and clears. On a CUDA device it waits for the work already given to the device, which a
+// capture does not survive.
 CTXKV_API ctxkv_status ctxkv_store_faults(ctxkv_store *store, ctxkv_faults *faults);
 
 // ---- chain -----------------------------------------------------------------------------------
@@ -290,7 +305,10 @@ typedef struct ctxkv_chain_desc {
     int64_t max_rows; // T of a run is at most this; sizes the workspace
 } ctxkv_chain_desc;
 
-CTXKV_API void ctxkv_chain_desc_init(ctxkv_chain_desc *desc);
+CTXKV_API void ctxkv_chain_desc_init_sized(ctxkv_chain_desc *desc, size_t size);
+static inline void ctxkv_chain_desc_init(ctxkv_chain_desc *desc) {
+    ctxkv_chain_desc_init_sized(desc, sizeof *desc);
+}
 CTXKV_API ctxkv_status
 ctxkv_chain_create(ctxkv_device *device, const ctxkv_chain_desc *desc, ctxkv_chain **chain);
 CTXKV_API void ctxkv_chain_destroy(ctxkv_chain *chain);
@@ -315,7 +333,10 @@ typedef struct ctxkv_chain_call {
     void *stream;
 } ctxkv_chain_call;
 
-CTXKV_API void ctxkv_chain_call_init(ctxkv_chain_call *call);
+CTXKV_API void ctxkv_chain_call_init_sized(ctxkv_chain_call *call, size_t size);
+static inline void ctxkv_chain_call_init(ctxkv_chain_call *call) {
+    ctxkv_chain_call_init_sized(call, sizeof *call);
+}
 CTXKV_API ctxkv_status ctxkv_chain_run_call(ctxkv_chain *chain, const ctxkv_chain_call *call);
 // Bytes of a workspace for max_rows rows, 256-byte aligned, in the device's memory.
 CTXKV_API size_t ctxkv_chain_workspace_size(const ctxkv_chain *chain);

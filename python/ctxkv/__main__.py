@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Optional, Sequence, Union
 
 
 def _info(arguments: argparse.Namespace) -> int:
@@ -63,8 +63,8 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _heads(text: str) -> list[Union[int, str]]:
+    return [int(part) if part.isdecimal() else part for part in text.split(",")]
 
 
 def _plot(arguments: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, help="stem of the pictures (default: beside the file)")
     for name, metavar, kind, text in (
         ("--ops", "OP,...", _names, "only these ops of a benchmark"),
-        ("--heads", "N,...", _integers, "only these numbers of KV heads"),
+        ("--heads", "N,...", _heads, "only these numbers of KV heads, or these shapes"),
         ("--programs", "NAME,...", _names, "only these lines, such as ctxkv,stock,floor"),
     ):
         plot.add_argument(name, metavar=metavar, type=kind, default=(), help=text)

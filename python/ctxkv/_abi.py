@@ -19,6 +19,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from typing import Any
 
 # DLPack device types and type codes (dlpack.h).
 CPU, CUDA, CUDA_HOST = 1, 2, 3
@@ -214,36 +215,36 @@ STRUCTS = [
 
 # Handles (ctxkv_device and the plans) are plain addresses. Statuses are int32.
 _T, _TS, _H, _S = TensorPointer, TensorPointers, c_void_p, c_int32
-PROTOTYPES: dict[str, tuple] = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ctxkv_version": (c_char_p, []),
     "ctxkv_status_name": (c_char_p, [_S]),
     "ctxkv_status_text": (c_char_p, [_S]),
     "ctxkv_last_error": (c_char_p, []),
-    "ctxkv_device_options_init": (None, [POINTER(DeviceOptions)]),
+    "ctxkv_device_options_init_sized": (None, [POINTER(DeviceOptions), c_size_t]),
     "ctxkv_device_open": (_S, [c_char_p, POINTER(DeviceOptions), POINTER(_H)]),
     "ctxkv_device_close": (None, [_H]),
     "ctxkv_device_get_info": (_S, [_H, POINTER(DeviceInfo)]),
     "ctxkv_cuda_device_count": (c_int32, []),
-    "ctxkv_norms_desc_init": (None, [POINTER(NormsDesc)]),
+    "ctxkv_norms_desc_init_sized": (None, [POINTER(NormsDesc), c_size_t]),
     "ctxkv_norms_create": (_S, [_H, POINTER(NormsDesc), POINTER(_H)]),
     "ctxkv_norms_destroy": (None, [_H]),
     "ctxkv_norms_run": (_S, [_H, _T, _T, c_void_p]),
-    "ctxkv_projection_desc_init": (None, [POINTER(ProjectionDesc)]),
+    "ctxkv_projection_desc_init_sized": (None, [POINTER(ProjectionDesc), c_size_t]),
     "ctxkv_projection_create": (_S, [_H, POINTER(ProjectionDesc), POINTER(_H)]),
     "ctxkv_projection_destroy": (None, [_H]),
     "ctxkv_projection_run": (_S, [_H, _T, _T, c_void_p]),
-    "ctxkv_store_desc_init": (None, [POINTER(StoreDesc)]),
+    "ctxkv_store_desc_init_sized": (None, [POINTER(StoreDesc), c_size_t]),
     "ctxkv_store_create": (_S, [_H, POINTER(StoreDesc), POINTER(_H)]),
     "ctxkv_store_destroy": (None, [_H]),
     "ctxkv_store_bind_caches": (_S, [_H, _TS, _TS, c_int64]),
     "ctxkv_store_run": (_S, [_H, _T, _T, _T, _TS, c_int64, c_void_p]),
     "ctxkv_store_faults": (_S, [_H, POINTER(Faults)]),
-    "ctxkv_chain_desc_init": (None, [POINTER(ChainDesc)]),
+    "ctxkv_chain_desc_init_sized": (None, [POINTER(ChainDesc), c_size_t]),
     "ctxkv_chain_create": (_S, [_H, POINTER(ChainDesc), POINTER(_H)]),
     "ctxkv_chain_destroy": (None, [_H]),
     "ctxkv_chain_bind_caches": (_S, [_H, _TS, _TS, c_int64]),
     "ctxkv_chain_run": (_S, [_H, _T, _T, _TS, c_int64, c_void_p]),
-    "ctxkv_chain_call_init": (None, [POINTER(ChainCall)]),
+    "ctxkv_chain_call_init_sized": (None, [POINTER(ChainCall), c_size_t]),
     "ctxkv_chain_run_call": (_S, [_H, POINTER(ChainCall)]),
     "ctxkv_chain_workspace_size": (c_size_t, [_H]),
     "ctxkv_chain_faults": (_S, [_H, POINTER(Faults)]),

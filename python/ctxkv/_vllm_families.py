@@ -56,7 +56,7 @@ _CACHE_DTYPES = {
 
 
 def _scale(attn: Any, name: str, i: int) -> torch.Tensor:
-    scale = getattr(attn, name, None)
+    scale: Any = getattr(attn, name, None)
     known = isinstance(scale, torch.Tensor) and scale.dtype == torch.float32
     _need(known and scale.numel() == 1, f"{name} of layer {i} is not one FP32 value")
     return scale.detach().reshape(())

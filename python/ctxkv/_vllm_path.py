@@ -56,10 +56,10 @@ class ContextPath:
         self.chain: Optional[ContextKV] = None
         self.described: Optional[Described] = None
         self.refused: Optional[str] = None
-        self.bound: tuple = ()
+        self.bound: tuple[int, ...] = ()
         self.captured = False
         self.graphs: list[ContextKV] = []  # plans that captured graphs may still launch
-        self.made_of: tuple = ()
+        self.made_of: Sequence[Any] = ()
         self.recorder = Recorder.from_environment()
         self.forget()
 
@@ -67,14 +67,16 @@ class ContextPath:
         self, stock: Callable[..., None], states: torch.Tensor, positions: torch.Tensor,
         mapping: Any,
     ) -> None:
-        record = self.recorder and mapping is not None and not capturing()
-        taken = self.recorder.take(states, positions, mapping) if record else None
+        recorder = None if mapping is None or capturing() else self.recorder
+        taken = recorder.take(states, positions, mapping) if recorder else None
         ours = self._try(states, positions, mapping)
         if not ours:
             stock(states, positions, mapping)
-        if taken is not None:
+        if recorder and taken is not None:
             caches = [attn.kv_cache for attn in getattr(self.model, "_attn_layers", ())]
-            self.recorder.write(taken, caches, self._table(), "ctxkv" if ours else "stock")
+            store = self.described.arguments if self.described is not None else None
+            by = "ctxkv" if ours else "stock"
+            recorder.write(taken, caches, self._table(), by, store)
 
     def _table(self) -> Optional[torch.Tensor]:
         if self.described is not None:
@@ -87,11 +89,11 @@ class ContextPath:
             _tell(logging.INFO, f"context K/V by vLLM's own chain: {self.refused}")
             return False
         try:
-            self._prepare(states.shape[0])
+            chain, described = self._prepare(states.shape[0])
             if mapping is None:
                 return True  # a profiling run: the plan and its workspace are in place
-            self._bind(states)
-            self._run(states, positions, mapping)
+            self._bind(chain, described, states)
+            self._run(chain, states, positions, mapping)
             return True
         except Stock as reason:
             _tell(logging.WARNING, f"context K/V by vLLM's own chain: {reason}")
@@ -112,13 +114,13 @@ class ContextPath:
     def _weights(self) -> Any:
         return [getattr(self.model, name, None) for name in _WEIGHTS]
 
-    def _prepare(self, rows: int) -> None:
+    def _prepare(self, rows: int) -> tuple[ContextKV, Described]:
         current = self._weights()
-        if self.chain is not None:
+        if self.chain is not None and self.described is not None:
             split = "rms" not in (self.chain.hidden_kind, self.chain.layer_kind)
             same = all(a is b for a, b in zip(current, self.made_of))
             if same and (split or rows <= self.chain.max_rows):
-                return
+                return self.chain, self.described
         if capturing():
             raise Stock("no plan yet, and a CUDA graph is being captured")
         self.forget()
@@ -131,30 +133,33 @@ class ContextPath:
             self.refused = f"the draft is not as vLLM 0.33 makes it: {error}"
             raise Stock(self.refused) from error
         most = _max_rows(described.arguments, rows)
-        self.chain = ContextKV(described.weights, max_rows=most, **described.arguments)
+        chain = self.chain = ContextKV(described.weights, max_rows=most, **described.arguments)
         self.described, self.made_of, self.bound = described, self._weights(), ()
         weights = described.weights
         _tell(
             logging.INFO,
             f"context K/V by ctxkv on {weights.device}: {weights.shape[0]} layers, "
-            f"{self.chain.num_kv_heads} KV heads of {self.chain.head_dim}, hidden size "
+            f"{chain.num_kv_heads} KV heads of {chain.head_dim}, hidden size "
             f"{weights.shape[2]}, passes of {most} rows",
         )
+        return chain, described
 
-    def _bind(self, states: torch.Tensor) -> None:
+    def _bind(self, chain: ContextKV, described: Described, states: torch.Tensor) -> None:
         caches = [attn.kv_cache for attn in self.model._attn_layers]
         now = tuple(c.data_ptr() for c in caches)
         if now == self.bound and self.bound:
             return
         if capturing():
             raise Stock("the caches have moved, and a CUDA graph is being captured")
-        kind = self.described.arguments["cache_type"]
-        check_caches(caches, states, self.chain.num_kv_heads, self.chain.head_dim, kind)
+        kind = described.arguments["cache_type"]
+        check_caches(caches, states, chain.num_kv_heads, chain.head_dim, kind)
         # vLLM owns the caches: held here, they would outlive its freeing of them.
-        self.chain.bind(caches, keep=False)
+        chain.bind(caches, keep=False)
         self.bound = now
 
-    def _run(self, states: torch.Tensor, positions: torch.Tensor, mapping: Any) -> None:
+    def _run(
+        self, chain: ContextKV, states: torch.Tensor, positions: torch.Tensor, mapping: Any
+    ) -> None:
         if states.dtype != torch.bfloat16:
             raise Stock(f"context_states are {states.dtype}, must be bfloat16")
         if positions.dtype != torch.int64 or positions.dim() != 1:
@@ -164,4 +169,4 @@ class ContextPath:
             if slots is not None and (slots.dtype != torch.int64 or slots.dim() != 1):
                 raise Stock(f"context_slot_mapping is {slots.dtype} {list(slots.shape)}")
         self.captured = self.captured or capturing()
-        self.chain(states, positions, lists)
+        chain(states, positions, lists)

@@ -189,8 +189,8 @@ def _value_view(key: torch.Tensor, name: str) -> Any:
 class _StoreKernel:
     def __init__(self, heads: int, rope: bool, enable_pdl: bool) -> None:
         self.heads, self.rope, self.enable_pdl = heads, rope, enable_pdl
-        self.plans: dict[tuple, Store] = {}
-        self.kept: set[tuple] = set()
+        self.plans: dict[tuple[Any, ...], Store] = {}
+        self.kept: set[tuple[Any, ...]] = set()
 
     def plan(
         self, eps: float, table: Optional[torch.Tensor], caches: Sequence[torch.Tensor]

@@ -99,7 +99,7 @@ def crc(data: Any) -> int:
     return zlib.crc32(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes())
 
 
-class Row(dict):
+class Row(dict[str, Any]):
     """A row of a table: integers, floats, kinds, and checksums as lists of ints."""
 
     def __getattr__(self, name: str) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import os
 import weakref
 from ctypes import byref, c_int64, c_void_p
-from typing import Any, NamedTuple, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence, TypeVar
 
 from . import _abi, _cublas, _tensor
 from ._library import check, choice, integer, library, real
@@ -32,7 +33,7 @@ class Norm(NamedTuple):
 class FaultReport(NamedTuple):
     """What runs skipped: pairs of (layer, row), and the first of them."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's count() is not missed here
     kind: str
     layer: int
     row: int
@@ -62,7 +63,7 @@ class Device:
         if not isinstance(name, str):
             raise ValueError(f"name is {name!r}, must be 'cpu', 'cuda' or 'cuda:N'")
         options = _abi.DeviceOptions()
-        lib.ctxkv_device_options_init(byref(options))
+        lib.ctxkv_device_options_init_sized(byref(options), ctypes.sizeof(options))
         options.threads = min(max(integer("threads", threads), -1), 2**31 - 1)
         options.cpu_mask = sum({choice("cpu_tiers", t, _abi.CPU_TIERS) for t in cpu_tiers})
         options.programmatic_launch = int(bool(programmatic_launch))
@@ -73,7 +74,7 @@ class Device:
         self.name = name
         self.handle = handle.value
         self._finalizer = weakref.finalize(self, lib.ctxkv_device_close, self.handle)
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # type: ignore[misc]  # typeshed lacks it
 
     @property
     def is_cuda(self) -> bool:
@@ -108,6 +109,9 @@ def cuda_device_count() -> int:
     return library().ctxkv_cuda_device_count()
 
 
+_Self = TypeVar("_Self", bound="_Plan")
+
+
 class _Plan:
     """A handle, the tensors that it uses where they lie, and its end."""
 
@@ -127,18 +131,34 @@ class _Plan:
         self._finalizer = weakref.finalize(
             self, getattr(lib, f"ctxkv_{self._kind}_destroy"), self.handle
         )
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # type: ignore[misc]  # typeshed lacks it
 
     def close(self) -> None:
         """Destroys the plan; no run may be under way. May be called again."""
         self._finalizer()
         self.handle = None
 
-    def __enter__(self):
+    def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _made_of(
+    describe: Callable[..., tuple[Any, Any]], keep: bool = True
+) -> Callable[..., None]:
+    """The __init__ of a plan: a device, then the arguments of describe, as help() shows them.
+    keep: the tensors are used where they lie."""
+
+    def __init__(self: Any, device: Device, *arguments: Any, **named: Any) -> None:
+        desc, tensors = describe(*arguments, **named)
+        self._create(device, desc, tensors if keep else None)
+
+    own, given = inspect.signature(__init__).parameters, inspect.signature(describe).parameters
+    shown = [own["self"], own["device"], *given.values()]
+    setattr(__init__, "__signature__", inspect.Signature(shown, return_annotation=None))
+    return __init__
 
 
 def _norm(name: str, norm: Norm) -> _abi.Norm:
@@ -171,7 +191,7 @@ def _norms_desc(
     numerics: str = "stock",
 ) -> tuple[_abi.NormsDesc, Any]:
     desc = _abi.NormsDesc()
-    library().ctxkv_norms_desc_init(byref(desc))
+    library().ctxkv_norms_desc_init_sized(byref(desc), ctypes.sizeof(desc))
     desc.hidden_size = integer("hidden_size", hidden_size)
     desc.num_layers = integer("num_layers", num_layers)
     desc.hidden, desc.layer = _norm("hidden", hidden), _norm("layer", layer)
@@ -198,14 +218,14 @@ def _projection_desc(
     max_rows: int = 0,
 ) -> tuple[_abi.ProjectionDesc, Any]:
     desc = _abi.ProjectionDesc()
-    library().ctxkv_projection_desc_init(byref(desc))
+    library().ctxkv_projection_desc_init_sized(byref(desc), ctypes.sizeof(desc))
     desc.hidden_size = integer("hidden_size", hidden_size)
     desc.num_layers = integer("num_layers", num_layers)
     desc.num_kv_heads = integer("num_kv_heads", num_kv_heads)
     desc.head_dim = integer("head_dim", head_dim)
     if weights is None:
         raise ValueError("weights is None, must be one tensor, or a list of them")
-    given = _one_or_list(weights, "weights")
+    given = TensorList([weights] if _tensor.is_tensor(weights) else weights, "weights")
     desc.weights, desc.weight_count = given.pointers, given.count
     bias = _tensor.optional(bias, "bias")
     desc.bias = _pointer(bias)
@@ -238,7 +258,7 @@ def _store_desc(
     checked: bool = False,
 ) -> tuple[_abi.StoreDesc, Any]:
     desc = _abi.StoreDesc()
-    library().ctxkv_store_desc_init(byref(desc))
+    library().ctxkv_store_desc_init_sized(byref(desc), ctypes.sizeof(desc))
     desc.num_layers = integer("num_layers", num_layers)
     desc.num_kv_heads = integer("num_kv_heads", num_kv_heads)
     desc.head_dim = integer("head_dim", head_dim)
@@ -250,7 +270,7 @@ def _store_desc(
     desc.rope = choice("rope", rope, _abi.ROPES)
     desc.rotary_dim = integer("rotary_dim", rotary_dim)
     if cos_sin is None or _tensor.is_tensor(cos_sin):
-        tables = _tensor.optional(cos_sin, "cos_sin")
+        tables: Any = _tensor.optional(cos_sin, "cos_sin")
         desc.cos_sin = _pointer(tables)
     else:
         tables = TensorList(cos_sin, "cos_sin")
@@ -295,10 +315,7 @@ class Norms(_Plan):
 
     _kind = "norms"
 
-    def __init__(self, device: Device, **arguments: Any) -> None:
-        desc, keep = _norms_desc(**arguments)
-        self._create(device, desc, None)
-        del keep  # the weights were copied
+    __init__ = _made_of(_norms_desc, keep=False)  # the weights are copied
 
     def run(self, x: Any, out: Any, stream: int = 0) -> None:
         """x: BF16 [T, D]. out: BF16 [L, T, D], or [1, T, D] when the layer norm is absent."""
@@ -317,9 +334,7 @@ class Projection(_Plan):
 
     _kind = "projection"
 
-    def __init__(self, device: Device, weights: Any, **arguments: Any) -> None:
-        desc, keep = _projection_desc(weights, **arguments)
-        self._create(device, desc, keep)
+    __init__ = _made_of(_projection_desc)
 
     def run(self, normed: Any, kv: Any, stream: int = 0) -> None:
         """normed: BF16 [L, T, D] or [1, T, D]. kv: BF16 [L, T, 2*H*head_dim], any outer strides."""
@@ -370,9 +385,7 @@ class Store(_Caching):
 
     _kind = "store"
 
-    def __init__(self, device: Device, **arguments: Any) -> None:
-        desc, keep = _store_desc(**arguments)
-        self._create(device, desc, keep)
+    __init__ = _made_of(_store_desc)
 
     def run(self, k: Any, v: Any, positions: Any, slots: Any, stream: int = 0) -> None:
         """k, v: BF16 [L, T, H, head_dim] (v None with v_from_k). positions: int64 [T] (None
@@ -411,7 +424,7 @@ class Chain(_Caching):
         second, keep_second = _projection_desc(**{"max_rows": max_rows, **projection})
         third, keep_third = _store_desc(**store)
         desc = _abi.ChainDesc()
-        lib.ctxkv_chain_desc_init(byref(desc))
+        lib.ctxkv_chain_desc_init_sized(byref(desc), ctypes.sizeof(desc))
         desc.norms, desc.projection = ctypes.pointer(first), ctypes.pointer(second)
         desc.store = ctypes.pointer(third)
         desc.max_rows = integer("max_rows", max_rows)
@@ -419,7 +432,7 @@ class Chain(_Caching):
         del keep_first
         self.num_layers, self.max_rows = first.num_layers, desc.max_rows
         self._run_call = lib.ctxkv_chain_run_call
-        self._calls: list[tuple] = []
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
 
     @property
     def workspace_size(self) -> int:
@@ -442,9 +455,9 @@ class Chain(_Caching):
             )
         )
 
-    def _new_call(self) -> tuple:
+    def _new_call(self) -> tuple[Any, Any, Any, Any]:
         call = _abi.ChainCall()
-        library().ctxkv_chain_call_init(byref(call))
+        library().ctxkv_chain_call_init_sized(byref(call), ctypes.sizeof(call))
         slots, rows = (c_void_p * self.num_layers)(), (c_int64 * self.num_layers)()
         call.slots, call.slot_rows = ctypes.addressof(slots), ctypes.addressof(rows)
         return call, slots, rows, byref(call)

@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Any, Optional, Sequence, Union
 
 # Okabe and Ito's colours, told apart by all kinds of eyes; a marker of its own for each as well.
 _STYLES = {
@@ -24,8 +24,8 @@ _STYLES = {
     "torch": ("#56B4E9", "P", "-"),
     "floor": ("#000000", "", "--"),
 }
-# (op, heads) -> program -> [(rows, microseconds)]
-_Panels = dict[tuple[str, int], dict[str, list[tuple[int, float]]]]
+# (op, heads or the name of a shape) -> program -> [(rows, microseconds)]
+_Panels = dict[tuple[str, Union[int, str]], dict[str, list[tuple[int, float]]]]
 _SPARE = ["#009E73", "#56B4E9", "#F0E442", "#CC79A7"]
 _OP_ORDER = ["norms", "projection", "store", "chain"]
 
@@ -66,7 +66,7 @@ def _series(row: dict[str, Any]) -> dict[str, float]:
             for name, value in us.items() if value is not None
         }
     else:
-        found = {"ctxkv": float(us)}
+        found = {"ctxkv": float(row["median_us"] if us is None else us)}
         # Measured in the same run; older files know only a copy of the same bytes.
         copied = found["ctxkv"] * float(row.get("copy_share") or 0)
         found["floor"] = float(row.get("floor_us") or copied)
@@ -78,7 +78,7 @@ def read_bench(data: dict[str, Any]) -> _Panels:
     panels: _Panels = {}
     for index, row in enumerate(data.get("results", data.get("rows", []))):
         try:
-            key = (str(row["op"]), int(row.get("heads", 0) or 0))
+            key = (str(row["op"]), row.get("shape") or int(row.get("heads", 0) or 0))
             rows, series = int(row["rows"]), _series(row)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"measurement {index} lacks op, rows or us: {error!r}") from None
@@ -99,12 +99,16 @@ def _style(name: str, index: int) -> dict[str, Any]:
     return {"color": colour, "marker": marker, "linestyle": line, "linewidth": width}
 
 
+def _label(heads: Union[int, str]) -> str:
+    return f"{heads} KV heads" if isinstance(heads, int) else heads
+
+
 @dataclass
 class Choice:
     """Which panels and lines of a benchmark to draw; empty: all."""
 
     ops: Sequence[str] = ()
-    heads: Sequence[int] = ()
+    heads: Sequence[Union[int, str]] = ()
     programs: Sequence[str] = ()
 
     def of(self, panels: _Panels) -> _Panels:
@@ -116,7 +120,7 @@ class Choice:
             if kept:
                 found[op, heads] = kept
         if not found:
-            known = sorted(f"{op} with {heads} heads" for op, heads in panels)
+            known = sorted(f"{op} with {_label(heads)}" for op, heads in panels)
             programs = sorted({name for lines in panels.values() for name in lines})
             raise ValueError(
                 f"--ops, --heads, --programs: leave nothing of {', '.join(known)} by "
@@ -127,7 +131,9 @@ class Choice:
 def _bench(data: dict[str, Any], stem: Path, choice: Choice) -> list[Path]:
     pyplot, panels = _pyplot(), choice.of(read_bench(data))
     ops = sorted({op for op, _ in panels}, key=lambda o: (_OP_ORDER + [o]).index(o))
-    heads = sorted({count for _, count in panels})
+    # As many heads rise; shapes stay as they come in the file.
+    heads = list(dict.fromkeys(count for _, count in panels))
+    heads.sort(key=lambda count: count if isinstance(count, int) else 0)
     # One op: its panels side by side.
     shape = (1, len(heads)) if len(ops) == 1 else (len(heads), len(ops))
     figure, axes = pyplot.subplots(
@@ -150,7 +156,7 @@ def _bench(data: dict[str, Any], stem: Path, choice: Choice) -> list[Path]:
             rows = sorted({at for points in lines.values() for at, _ in points})
             axis.set_xticks(rows[:: -(-len(rows) // 7)], minor=False)
             axis.xaxis.set_major_formatter("{x:.0f}")
-            axis.set_title(op + (f", {count} KV heads" if count else ""), fontsize=10)
+            axis.set_title(op + (f", {_label(count)}" if count else ""), fontsize=10)
             axis.grid(True, which="both", alpha=0.25)
             axis.set_xlabel("rows")
             axis.set_ylabel("µs")
@@ -168,7 +174,7 @@ def _bench(data: dict[str, Any], stem: Path, choice: Choice) -> list[Path]:
 
 def read_grid(data: dict[str, Any], name: str = "grid") -> list[list[list[int]]]:
     """[L][H][T] of a diagnosis; ValueError where its shape is uneven."""
-    grid = data.get(name)
+    grid: Any = data.get(name)
     good = isinstance(grid, list) and grid and all(
         isinstance(layer, list) and layer and all(isinstance(row, list) for row in layer)
         for layer in grid

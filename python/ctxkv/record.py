@@ -25,6 +25,10 @@ _DTYPES = {
     torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }
 
+_CACHES = {
+    "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}
+
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file; it has its name only when it is complete."""
@@ -108,22 +112,30 @@ class Recorder:
         return states.cpu().clone(), positions.cpu().clone(), copies
 
     def write(
-        self, taken: Any, caches: Sequence[torch.Tensor], table: Optional[torch.Tensor], by: str
+        self, taken: Any, caches: Sequence[torch.Tensor], table: Optional[torch.Tensor], by: str,
+        store: Optional[dict[str, Any]] = None,
     ) -> None:
-        """The two files, after the call."""
+        """The two files, after the call. store: the arguments of `ContextKV` that say what the
+        caches hold, for FP8."""
         try:
-            self._write(taken, caches, table, by)
+            self._write(taken, caches, table, by, store or {})
         except (OSError, ValueError, RuntimeError, KeyError, IndexError) as error:
             self.left = 0
             logger.warning("ctxkv: recording to %s ends: %s", self.folder, error)
 
     def _write(
-        self, taken: Any, caches: Sequence[torch.Tensor], table: Optional[torch.Tensor], by: str
+        self, taken: Any, caches: Sequence[torch.Tensor], table: Optional[torch.Tensor], by: str,
+        store: dict[str, Any],
     ) -> None:
         states, positions, mapping = taken
         size = caches[0].shape[2]
-        if any(c.dtype != torch.bfloat16 or c.dim() != 4 or c.shape[2] != size for c in caches):
-            raise ValueError("only BF16 caches of one block size can be recorded")
+        kind = store.get("cache_type", "bf16")
+        dtype = _CACHES.get(kind)
+        known = (torch.bfloat16,) if kind == "bf16" else (torch.uint8, dtype)
+        if any(c.dtype not in known or c.dim() != 4 or c.shape[2] != size for c in caches):
+            raise ValueError("only BF16 and FP8 caches of one block size can be recorded")
+        if kind != "bf16":
+            caches = [c.view(torch.uint8) for c in caches]  # what can be indexed everywhere
         layers = len(caches)
         lists = mapping if isinstance(mapping, list) else [mapping] * layers
         rows = max((s.shape[0] for s in lists if s is not None), default=0)
@@ -145,12 +157,17 @@ class Recorder:
             most = int(positions.max()) + 1 if positions.numel() else 1
             used = table[: max(1, min(most, table.shape[0]))]
             context["cos_sin_cache"] = used.to(torch.bfloat16)
+        for name in ("k_scales", "v_scales"):
+            if store.get(name) is not None:
+                context[name] = torch.stack([s.reshape(()).cpu() for s in store[name]])
         rank, ranks = _rank()
         name = f"call-{os.getpid()}-{self.written:04d}-rank{rank}"
         command = (
             f"ctxkv run --model DRAFT --context {name}.context.safetensors --out again.safetensors "
             f"--block-size {size} --num-blocks {blocks}"
         )
+        if kind != "bf16":
+            command += f" --cache-type {kind}"
         if ranks > 1:
             command += f" --tp-size {ranks} --tp-rank {rank}"
         metadata = {
@@ -160,6 +177,6 @@ class Recorder:
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         save(self.folder / f"{name}.context.safetensors", context, metadata)
-        found = {f"kv_cache.{i}": part for i, (_, _, part) in enumerate(parts)}
+        found = {f"kv_cache.{i}": part.view(dtype) for i, (_, _, part) in enumerate(parts)}
         save(self.folder / f"{name}.caches.safetensors", found, metadata)
         self.written += 1

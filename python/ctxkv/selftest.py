@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -284,6 +285,16 @@ def _part(name: str, tally: Tally, work: Callable[[], None]) -> None:
     )
 
 
+def _rows(
+    path: Path, case: Case, checks: Callable[[Row], int], device: Device, tally: Tally
+) -> None:
+    for row in golden.table(path):
+        try:
+            case(device, row, tally)
+        except (ValueError, RuntimeError) as error:
+            tally.broken(row.get("name", path.name), checks(row), error)
+
+
 def run(folder: Path, verbose: bool = False, quick: bool = False) -> int:
     """Runs every table of the folder on the CPU; 0 if all passed, 1 if not, 2 without tables.
     quick: without the 2^24 reciprocal square roots."""
@@ -295,15 +306,7 @@ def run(folder: Path, verbose: bool = False, quick: bool = False) -> int:
     if not quick:
         _part("rsqrt, 2^24", tally, lambda: rsqrt(tally))
     for file, case, checks in found:
-
-        def rows(file=file, case=case, checks=checks) -> None:
-            for row in golden.table(folder / file):
-                try:
-                    case(device, row, tally)
-                except (ValueError, RuntimeError) as error:
-                    tally.broken(row.get("name", file), checks(row), error)
-
-        _part(file, tally, rows)
+        _part(file, tally, functools.partial(_rows, folder / file, case, checks, device, tally))
     print(f"{tally.passed} passed, {tally.failed} failed")
     return int(tally.failed > 0 or tally.passed == 0)
 

@@ -205,7 +205,7 @@ class ContextKV:
         )
 
     def _addresses(
-        self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list
+        self, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list[Any]
     ) -> Optional[tuple[int, list[int], list[int]]]:
         """Where the positions and slots lie, and the slots' lengths; None where that is not plain
         to see: then the checked call takes or refuses them."""
@@ -238,7 +238,7 @@ class ContextKV:
             return None
 
     def _run(
-        self, chain: Chain, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list
+        self, chain: Chain, x: torch.Tensor, positions: Optional[torch.Tensor], lists: list[Any]
     ) -> None:
         stream = current_stream(self.device)
         found = self._addresses(x, positions, lists)
@@ -260,7 +260,7 @@ class ContextKV:
 
     def run_on(
         self, caches: Sequence[torch.Tensor], x: torch.Tensor, positions: Optional[torch.Tensor],
-        lists: list,
+        lists: list[Any],
     ) -> None:
         """The operator's body: caches are the bound ones, or copies that a compiler put there."""
         if tuple(c.data_ptr() for c in caches) == self._bound:

@@ -19,23 +19,24 @@ from ._vllm_path import ContextPath
 
 class _ByCtxkv:
     _ctxkv_describe: Any = None
+    model: Any
 
     def precompute_and_store_context_kv(
-        self, context_states, context_positions, context_slot_mapping=None
+        self, context_states: Any, context_positions: Any, context_slot_mapping: Any = None
     ) -> None:
         """The stock method's contract: norms, projection, K norm, RoPE and insert of the rows."""
         path = self.__dict__.get("_ctxkv_path")
         if path is None:
             path = ContextPath(self.model, type(self)._ctxkv_describe)
             self.__dict__["_ctxkv_path"] = path
-        stock = super().precompute_and_store_context_kv
+        stock = super().precompute_and_store_context_kv  # type: ignore[misc]
         path(stock, context_states, context_positions, context_slot_mapping)
 
-    def load_weights(self, weights):
+    def load_weights(self, weights: Any) -> Any:
         path = self.__dict__.get("_ctxkv_path")
         if path is not None:
             path.forget()
-        return super().load_weights(weights)
+        return super().load_weights(weights)  # type: ignore[misc]
 
 
 class CtxkvMuseSparkDSpark(_ByCtxkv, MuseSparkDSparkForCausalLM):

@@ -6,12 +6,14 @@
 #include "../chain/cuda_backend.h"
 #include "desc.h"
 
-void ctxkv_chain_desc_init(ctxkv_chain_desc *desc) {
-    if (desc) *desc = (ctxkv_chain_desc){.size = sizeof *desc};
+void ctxkv_chain_desc_init_sized(ctxkv_chain_desc *desc, size_t size) {
+    static const ctxkv_chain_desc defaults = {.max_rows = 0};
+    ctxkv__init(desc, size, &defaults, sizeof defaults);
 }
 
-void ctxkv_chain_call_init(ctxkv_chain_call *call) {
-    if (call) *call = (ctxkv_chain_call){.size = sizeof *call};
+void ctxkv_chain_call_init_sized(ctxkv_chain_call *call, size_t size) {
+    static const ctxkv_chain_call defaults = {.rows = 0};
+    ctxkv__init(call, size, &defaults, sizeof defaults);
 }
 
 static ctxkv_status same(const char *a, int64_t x, const char *b, int64_t y) {
@@ -69,7 +71,7 @@ ctxkv_status ctxkv_chain_create(
     plan->max_rows = d.max_rows;
     ctxkv__device_retain(device);
     status = ctxkv_norms_create(device, d.norms, &plan->norms);
-    if (!status) status = ctxkv_projection_create(device, d.projection, &plan->projection);
+    if (!status) status = ctxkv__projection_create(device, d.projection, true, &plan->projection);
     if (!status) status = ctxkv_store_create(device, d.store, &plan->store);
     if (!status) status = check_parts(plan);
     if (!status) status = device->cuda ? ctxkv__cuda_chain_create(plan) : cpu_plan(plan);

@@ -16,6 +16,13 @@ ctxkv_status ctxkv__no_memory(const char *what) {
     return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for %s", what);
 }
 
+void ctxkv__init(void *to, size_t size, const void *defaults, size_t known) {
+    if (!to || size < sizeof size) return;
+    memset(to, 0, size);
+    memcpy(to, defaults, size < known ? size : known);
+    memcpy(to, &size, sizeof size);
+}
+
 ctxkv_status ctxkv__desc(
     void *to, size_t size, size_t first_size, const void *from, const char *name) {
     ctxkv_status status = ctxkv__not_null(from, name);

@@ -5,6 +5,8 @@
 
 #include "../chain/plan.h"
 
+// Fills a caller's size bytes: the defaults, then zeros past the `known` bytes of this version.
+void ctxkv__init(void *to, size_t size, const void *defaults, size_t known);
 // Copies a caller's descriptor of any version into ours; first_size: its size in the first version.
 ctxkv_status ctxkv__desc(
     void *to, size_t size, size_t first_size, const void *from, const char *name);
@@ -28,6 +30,11 @@ ctxkv_status ctxkv__positions(
 // The store's descriptor (store_desc.c): its options, then its tensors as views in the plan.
 ctxkv_status ctxkv__store_check(const ctxkv_device *device, const ctxkv_store_desc *desc);
 ctxkv_status ctxkv__store_views(struct ctxkv_store *plan, const ctxkv_store_desc *desc);
+
+// A projection of its own, or the one of a chain.
+ctxkv_status ctxkv__projection_create(
+    ctxkv_device *device, const ctxkv_projection_desc *desc, bool in_chain,
+    ctxkv_projection **projection);
 
 #define CTXKV__MAX_LAYERS 65535
 

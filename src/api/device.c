@@ -11,9 +11,9 @@
 #include "../chain/cuda_backend.h"
 #include "desc.h"
 
-void ctxkv_device_options_init(ctxkv_device_options *options) {
-    if (!options) return;
-    *options = (ctxkv_device_options){.size = sizeof *options, .programmatic_launch = 1};
+void ctxkv_device_options_init_sized(ctxkv_device_options *options, size_t size) {
+    static const ctxkv_device_options defaults = {.programmatic_launch = 1};
+    ctxkv__init(options, size, &defaults, sizeof defaults);
 }
 
 static int usable_cpus(void) {

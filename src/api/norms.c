@@ -7,13 +7,10 @@
 #include "../chain/cuda_backend.h"
 #include "desc.h"
 
-void ctxkv_norms_desc_init(ctxkv_norms_desc *desc) {
-    if (!desc) return;
-    *desc = (ctxkv_norms_desc){
-        .size = sizeof *desc,
-        .hidden_size = 8192,
-        .hidden = {.eps = 1e-5f},
-        .layer = {.eps = 1e-5f}};
+void ctxkv_norms_desc_init_sized(ctxkv_norms_desc *desc, size_t size) {
+    static const ctxkv_norms_desc defaults = {
+        .hidden_size = 8192, .hidden = {.eps = 1e-5f}, .layer = {.eps = 1e-5f}};
+    ctxkv__init(desc, size, &defaults, sizeof defaults);
 }
 
 static ctxkv_status check_norm(const ctxkv_norm *norm, const char *which, int64_t d, bool weight) {

@@ -9,10 +9,9 @@
 #include "../chain/cuda_backend.h"
 #include "desc.h"
 
-void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
-    if (!desc) return;
-    *desc =
-        (ctxkv_store_desc){.size = sizeof *desc, .head_dim = 64, .k_eps = 1e-5f, .v_eps = 1e-5f};
+void ctxkv_store_desc_init_sized(ctxkv_store_desc *desc, size_t size) {
+    static const ctxkv_store_desc defaults = {.head_dim = 64, .k_eps = 1e-5f, .v_eps = 1e-5f};
+    ctxkv__init(desc, size, &defaults, sizeof defaults);
 }
 
 #define FIRST_SIZE offsetof(ctxkv_store_desc, k_scales)

@@ -34,7 +34,8 @@ ctxkv_status ctxkv__cuda_chain_create(struct ctxkv_chain *plan) {
     if (!g) status = ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the chain");
     if (!status) {
         size_t rows = (size_t)plan->max_rows, layers = (size_t)d->num_layers;
-        size_t columns = 2 * (size_t)plan->projection->args.block_columns;
+        size_t columns =
+            (size_t)(plan->projection->args.parts * plan->projection->args.block_columns);
         g->kv_offset = padded(rows * (size_t)plan->norms->out_layers * (size_t)d->hidden_size * 2);
         g->cublas_offset = g->kv_offset + padded(rows * layers * columns * 2);
         plan->workspace_size = g->cublas_offset;
@@ -57,7 +58,7 @@ void ctxkv__cuda_chain_destroy(struct ctxkv_chain *plan) {
     struct chain_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
         ctxkv__prefill_destroy(plan, g->prefill);
         ctxkv__decode_destroy(plan, g->decode);
@@ -71,7 +72,8 @@ static ctxkv_status launch_parts(
     struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, char *workspace) {
     const struct chain_gpu *g = plan->gpu;
     const ctxkv_projection_desc *d = &plan->projection->desc;
-    int64_t columns = 2 * plan->projection->args.block_columns, layers = d->num_layers;
+    int64_t half = plan->projection->args.block_columns, layers = d->num_layers;
+    int64_t columns = plan->projection->args.parts * half;
     // One input for all layers is one GEMM, whose output has the layers side by side.
     bool shared = plan->norms->out_layers == 1 && layers > 1;
     int64_t kv_layer = shared ? columns : call->rows * columns;
@@ -97,7 +99,7 @@ static ctxkv_status launch_parts(
     };
     struct ctxkv__store_call store = {
         .k = projection.kv,
-        .v = workspace + g->kv_offset + columns,
+        .v = workspace + g->kv_offset + 2 * half,
         .k_layer_stride = kv_layer,
         .k_row_stride = kv_row,
         .k_head_stride = d->head_dim,

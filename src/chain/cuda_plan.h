@@ -47,6 +47,8 @@ struct ctxkv__norms_parts {
 struct ctxkv__norms_parts ctxkv__cuda_norms_parts(const struct ctxkv_norms *plan);
 ctxkv_fault_record *ctxkv__cuda_store_faults_at(const struct ctxkv_store *plan);
 const float *ctxkv__cuda_store_k_gain(const struct ctxkv_store *plan);
+// Whether it needs the general kernels: then no other way of a chain stores for it.
+bool ctxkv__cuda_store_is_general(const struct ctxkv_store *plan);
 
 size_t ctxkv__cuda_norms_memory(const struct ctxkv_norms *plan);
 size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan);

@@ -26,7 +26,8 @@ static bool suits(const struct ctxkv_chain *plan) {
                  n->layer.kind == CTXKV_NORM_ROW && !parts.packed && !parts.scaled;
     sound = sound && p->head_dim == 64 && p->mode != CTXKV_PROJECTION_CUBLAS &&
             !plan->projection->bias_view.data && s->k_norm == CTXKV_K_NORM_PLAIN &&
-            s->rope != CTXKV_ROPE_NEOX;
+            s->rope != CTXKV_ROPE_NEOX && p->k_only == 0 &&
+            !ctxkv__cuda_store_is_general(plan->store);
     for (int64_t i = 0; sound && i < 2 * p->num_layers; i++) {
         const struct ctxkv__weight_block *b = &plan->projection->blocks[i];
         sound = ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0 && b->row_stride > 0;

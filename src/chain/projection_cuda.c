@@ -5,10 +5,10 @@
 
 #include "../device/cublas.h"
 #include "../ops/norms.h"
-#include "cuda_plan.h"
+#include "decode_parts.h"
 
 struct projection_gpu {
-    CUdeviceptr blocks; // ctxkv_projection_block [2L]
+    CUdeviceptr blocks; // ctxkv_projection_block [L*parts]
     CUdeviceptr bias;   // FP32 [L, N]
     bool aligned;       // every weight row lies on 16 bytes
     bool even;          // layers lie at one distance, V rows behind K rows: one strided batch
@@ -18,39 +18,52 @@ struct projection_gpu {
     CUdeviceptr workspace;   // for runs without one of their own
     struct ctxkv__lock lock; // around the handle's stream and workspace
     void *stream_set, *workspace_set;
+    struct ctxkv__projection_few *few; // NULL: not there
     size_t bytes;
 };
 
 enum { TRANSPOSE = 1, PLAIN = 0, BF16 = 14, COMPUTE_32F = 68, DEFAULT_ALGORITHM = 99 };
 
+// Columns of a layer.
+static int64_t columns_of(const struct ctxkv_projection *plan) {
+    return plan->args.parts * plan->args.block_columns;
+}
+
 static void inspect(const struct ctxkv_projection *plan, struct projection_gpu *g) {
     const struct ctxkv__weight_block *b = plan->blocks;
-    int64_t layers = plan->desc.num_layers, half = plan->args.block_columns;
+    int64_t layers = plan->desc.num_layers, parts = plan->args.parts;
+    int64_t block = plan->args.block_columns;
     g->aligned = g->even = true;
-    for (int64_t i = 0; i < 2 * layers; i++) {
+    for (int64_t i = 0; i < parts * layers; i++) {
         if (!ctxkv__aligned(b[i].data, 16) || b[i].row_stride % 8) g->aligned = false;
         if (b[i].row_stride != b[0].row_stride) g->even = false;
     }
     int64_t row = b[0].row_stride * 2;
     const char *first = b[0].data;
-    int64_t step = layers > 1 ? (const char *)b[2].data - first : 2 * half * row;
-    for (int64_t l = 0; l < layers; l++)
-        if ((const char *)b[2 * l].data != first + l * step ||
-            (const char *)b[2 * l + 1].data != first + l * step + half * row)
+    int64_t step = layers > 1 ? (const char *)b[parts].data - first : parts * block * row;
+    for (int64_t i = 0; i < parts * layers; i++)
+        if ((const char *)b[i].data != first + i / parts * step + i % parts * block * row)
             g->even = false;
     if (step % 2 || b[0].row_stride < plan->desc.hidden_size) g->even = false;
     g->layer_stride = step / 2;
 }
 
-// Shapes whose cuBLAS results were measured to equal the exact chain on sm_90 (SPEC 3.3, 5).
+// Shapes whose cuBLAS results were measured to equal the exact chain on sm_90 (SPEC 3.3, 5): one
+// GEMM of all layers, and a batch of one per layer, each with an input of its own.
+static bool one_gemm_equals(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
+    int64_t d = plan->desc.hidden_size, n = columns_of(plan);
+    return plan->desc.num_layers * n >= 5120 &&
+           (d == 2048 || d == 2560 || d == 4096 || d == 5120) &&
+           g->layer_stride == n * plan->blocks[0].row_stride;
+}
+static bool batch_equals(const struct ctxkv_projection *plan, bool shared) {
+    int64_t d = plan->desc.hidden_size, n = columns_of(plan), layers = plan->desc.num_layers;
+    return !shared && d == 8192 && layers >= 2 && layers <= 8 && n >= 128 && n <= 2048;
+}
 static bool known_equal(
     const struct ctxkv_projection *plan, const struct projection_gpu *g, bool shared) {
-    int64_t d = plan->desc.hidden_size, n = 2 * plan->args.block_columns;
-    int64_t layers = plan->desc.num_layers;
     if (plan->device->gpu->arch != 90 || !g->even || !g->aligned || g->bias) return false;
-    if (!shared) return layers >= 2 && layers <= 8 && d == 8192 && n >= 128 && n <= 2048;
-    return layers * n >= 5120 && (d == 2048 || d == 2560 || d == 4096 || d == 5120) &&
-           g->layer_stride == n * plan->blocks[0].row_stride;
+    return batch_equals(plan, shared) || (shared && one_gemm_equals(plan, g));
 }
 
 static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection_gpu *g) {
@@ -58,11 +71,11 @@ static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection
     const struct ctxkv__cublas *b;
     ctxkv_status status = ctxkv__cublas_get(gpu->cublas_path, &b);
     if (status) return status;
-    int version = 0, result = b->create(&g->handle);
+    int version = 0, result = ctxkv__cublas_take(b, gpu, &g->handle);
     if (result) return ctxkv__cublas_fail(b, result, "creating a cuBLAS handle");
     status = ctxkv__gpu_alloc(gpu, CTXKV__CUBLAS_WORKSPACE, "cuBLAS's workspace", &g->workspace);
     if (status) {
-        b->destroy(g->handle);
+        ctxkv__cublas_give(b, gpu, g->handle);
         return status;
     }
     if (!b->version(g->handle, &version)) gpu->cublas_version = version;
@@ -73,7 +86,7 @@ static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection
 
 static ctxkv_status upload_blocks(struct ctxkv_projection *plan, struct projection_gpu *g) {
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
-    size_t count = (size_t)plan->desc.num_layers * 2,
+    size_t count = (size_t)(plan->desc.num_layers * plan->args.parts),
            bytes = count * sizeof(ctxkv_projection_block);
     ctxkv_projection_block *host = malloc(bytes);
     if (!host) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the weights' addresses");
@@ -88,7 +101,7 @@ static ctxkv_status upload_blocks(struct ctxkv_projection *plan, struct projecti
 
 static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection_gpu *g) {
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
-    int64_t n = 2 * plan->args.block_columns, layers = plan->desc.num_layers;
+    int64_t n = columns_of(plan), layers = plan->desc.num_layers;
     if (!plan->bias_view.data) return CTXKV_OK;
     size_t bytes = (size_t)(layers * n) * 4;
     float *host = malloc(bytes);
@@ -107,20 +120,17 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     return status;
 }
 
-static ctxkv_status check_kind(const struct ctxkv_projection *plan) {
-    const ctxkv_projection_desc *d = &plan->desc;
-    if (d->k_only)
-        return ctxkv__fail(CTXKV_UNSUPPORTED, "k_only is %d, must be 0 on a GPU", d->k_only);
-    if (plan->bias_view.data && d->bias_add != CTXKV_BIAS_FUSED)
-        return ctxkv__fail(CTXKV_UNSUPPORTED, "bias_add is AFTER (1), must be FUSED (0) on a GPU");
-    return CTXKV_OK;
+// Where the decode kernels beat cuBLAS (docs/gpu.md). They cost a copy of the weights.
+static int64_t most_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
+    bool narrow = plan->desc.hidden_size == 8192 && 2 * plan->args.block_columns <= 256;
+    bool automatic = plan->desc.mode == CTXKV_PROJECTION_AUTO && g->cublas;
+    return automatic && narrow && !plan->in_chain ? 16 : 0;
 }
 
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     struct ctxkv__gpu_scope scope;
-    ctxkv_status status = check_kind(plan);
-    if (!status) status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a projection plan");
+    ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a projection plan");
     if (status) return status;
     struct projection_gpu *g = plan->gpu = calloc(1, sizeof *g);
     if (!g) status = ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the projection plan");
@@ -141,6 +151,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
+    if (!status && most_few(plan, g)) status = ctxkv__projection_few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -149,11 +160,12 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
     struct projection_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
-        if (g->cublas) g->cublas->destroy(g->handle);
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
+        if (g->cublas) ctxkv__cublas_give(g->cublas, plan->device->gpu, g->handle);
         ctxkv__gpu_free(plan->device->gpu, g->blocks);
         ctxkv__gpu_free(plan->device->gpu, g->bias);
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
+        ctxkv__projection_few_destroy(plan, g->few);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
     ctxkv__lock_destroy(&g->lock);
@@ -162,7 +174,8 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
 }
 
 size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan) {
-    return ((const struct projection_gpu *)plan->gpu)->bytes;
+    const struct projection_gpu *g = plan->gpu;
+    return g->bytes + ctxkv__projection_few_memory(g->few);
 }
 
 bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan) {
@@ -187,10 +200,12 @@ static int gemm(
 static ctxkv_status run_cublas(
     struct ctxkv_projection *plan, struct projection_gpu *g,
     const struct ctxkv__projection_call *call, void *workspace) {
-    int64_t layers = plan->desc.num_layers, half = plan->args.block_columns;
+    int64_t layers = plan->desc.num_layers, parts = plan->args.parts;
+    int64_t block = plan->args.block_columns, columns = parts * block;
     const struct ctxkv__weight_block *b = plan->blocks;
-    bool one_gemm = g->even && call->x_layer_stride == 0 && call->kv_layer_stride == 2 * half &&
-                    g->layer_stride == 2 * half * b[0].row_stride;
+    bool one_gemm = g->even && call->x_layer_stride == 0 && call->kv_layer_stride == columns &&
+                    g->layer_stride == columns * b[0].row_stride;
+    if (plan->desc.mode == CTXKV_PROJECTION_AUTO) one_gemm = one_gemm && one_gemm_equals(plan, g);
     if (!workspace) workspace = (void *)(uintptr_t)g->workspace;
     ctxkv__lock_take(&g->lock);
     int result = 0;
@@ -203,12 +218,12 @@ static ctxkv_status run_cublas(
         if (!result) g->stream_set = call->stream, g->workspace_set = workspace;
     }
     if (!result && one_gemm)
-        result = gemm(plan, g, call, b[0].data, 0, 0, layers * 2 * half, 0, 1);
+        result = gemm(plan, g, call, b[0].data, 0, 0, layers * columns, 0, 1);
     else if (!result && g->even)
-        result = gemm(plan, g, call, b[0].data, g->layer_stride, 0, 2 * half, 0, layers);
+        result = gemm(plan, g, call, b[0].data, g->layer_stride, 0, columns, 0, layers);
     else
-        for (int64_t i = 0; !result && i < 2 * layers; i++)
-            result = gemm(plan, g, call, b[i].data, 0, i % 2 * half, half, i / 2, 1);
+        for (int64_t i = 0; !result && i < parts * layers; i++)
+            result = gemm(plan, g, call, b[i].data, 0, i % parts * block, block, i / parts, 1);
     ctxkv__lock_give(&g->lock);
     return result ? ctxkv__cublas_fail(g->cublas, result, "projecting with cuBLAS") : CTXKV_OK;
 }
@@ -218,12 +233,12 @@ static ctxkv_status run_exact(
     const struct ctxkv__projection_call *call) {
     bool few = call->rows <= 16;
     int64_t tiles = ctxkv__ceil_div(call->rows, few ? 16 : 64);
-    int64_t columns = 2 * plan->args.block_columns / 64;
+    int64_t columns = columns_of(plan) / 64;
     if (tiles * columns > INT32_MAX)
         return ctxkv__fail(
             CTXKV_INVALID_ARGUMENT,
             "T is %" PRId64 ", too large for one launch of %" PRId64 " columns", call->rows,
-            2 * plan->args.block_columns);
+            columns_of(plan));
     bool x16 =
         ctxkv__aligned(call->x, 16) && !(call->x_row_stride % 8) && !(call->x_layer_stride % 8);
     bool kv4 =
@@ -240,8 +255,10 @@ static ctxkv_status run_exact(
         .rows = call->rows,
         .k = (int)plan->desc.hidden_size,
         .block_columns = (int)plan->args.block_columns,
-        .flags =
-            (x16 && g->aligned ? 0 : CTXKV_PROJECTION_BY2) | (kv4 ? 0 : CTXKV_PROJECTION_KV_BY2),
+        .flags = (x16 && g->aligned ? 0 : CTXKV_PROJECTION_BY2) |
+                 (kv4 ? 0 : CTXKV_PROJECTION_KV_BY2) |
+                 (plan->args.round_first ? CTXKV_PROJECTION_ROUND_FIRST : 0),
+        .parts = (int)plan->args.parts,
     };
     struct ctxkv__launch launch = {
         .kernel = few ? CTXKV__KERNEL_projection_16 : CTXKV__KERNEL_projection_64,
@@ -261,15 +278,15 @@ static bool cublas_fits(
                    !(call->x_row_stride % 8) && !(call->x_layer_stride % 8) &&
                    !(call->kv_row_stride % 8) && !(call->kv_layer_stride % 8);
     int64_t least_x = call->rows > 1 ? call->x_row_stride : plan->desc.hidden_size;
-    int64_t least_kv = call->rows > 1 ? call->kv_row_stride : 2 * plan->args.block_columns;
+    int64_t least_kv = call->rows > 1 ? call->kv_row_stride : columns_of(plan);
     bool fits = call->rows <= INT32_MAX && call->x_row_stride <= INT32_MAX &&
                 call->kv_row_stride <= INT32_MAX && least_x >= plan->desc.hidden_size &&
-                least_kv >= 2 * plan->args.block_columns && call->x_layer_stride >= 0 &&
+                least_kv >= columns_of(plan) && call->x_layer_stride >= 0 &&
                 call->kv_layer_stride >= 0;
     bool shared = call->x_layer_stride == 0 && plan->desc.num_layers > 1;
-    bool contiguous = call->kv_layer_stride == 2 * plan->args.block_columns;
+    bool one = one_gemm_equals(plan, g) && call->kv_layer_stride == columns_of(plan);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS) return fits;
-    return fits && aligned && known_equal(plan, g, shared) && (!shared || contiguous);
+    return fits && aligned && known_equal(plan, g, shared) && (batch_equals(plan, shared) || one);
 }
 
 ctxkv_status ctxkv__cuda_projection_launch(
@@ -282,9 +299,12 @@ ctxkv_status ctxkv__cuda_projection_launch(
         call.kv_row_stride =
             plan->desc.num_layers > 1 && call.kv_layer_stride > 0 && call.x_layer_stride == 0
                 ? plan->desc.num_layers * call.kv_layer_stride
-                : 2 * plan->args.block_columns;
+                : columns_of(plan);
     }
-    if (g->cublas && cublas_fits(plan, g, &call)) return run_cublas(plan, g, &call, workspace);
+    bool cublas = g->cublas && cublas_fits(plan, g, &call);
+    if (cublas && g->few && call.rows <= most_few(plan, g))
+        return ctxkv__projection_few_launch(plan, g->few, given);
+    if (cublas) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)
         return ctxkv__fail(
             CTXKV_INVALID_ARGUMENT,

@@ -5,12 +5,13 @@
 #include <string.h>
 
 #include "../ops/norms.h"
-#include "cuda_plan.h"
+#include "store_cuda.h"
 
 struct store_gpu {
     CUdeviceptr faults; // ctxkv_fault_record
     CUdeviceptr k_gain; // FP32 [L, head_dim]
     size_t bytes;
+    bool general;     // by store_general_cuda.c
     bool fast;        // a kernel that knows this kind of store exists
     bool fast_caches; // and the bound caches suit it
     unsigned flags;   // CTXKV_STORE_TABLE_BY2
@@ -54,41 +55,11 @@ static ctxkv_status make_gain(struct ctxkv_store *plan, struct store_gpu *g) {
     return status;
 }
 
-static ctxkv_status only(bool good, const char *name, int64_t was, const char *must) {
-    if (good) return CTXKV_OK;
-    return ctxkv__fail(
-        CTXKV_UNSUPPORTED, "%s is %" PRId64 ", must be %s on a GPU", name, was, must);
-}
-
-static ctxkv_status check_kind(const struct ctxkv_store *plan) {
-    const ctxkv_store_desc *d = &plan->desc;
-    ctxkv_status status = CTXKV_OK;
-    if (d->rope != CTXKV_ROPE_NONE) {
-        status =
-            only(d->layer_cos_sin_count == 0, "layer_cos_sin_count", d->layer_cos_sin_count, "0");
-        if (!status)
-            status = only(d->rotary_dim == d->head_dim, "rotary_dim", d->rotary_dim, "head_dim");
-        if (!status && plan->args.table_type != CTXKV__TABLE_BF16)
-            status = ctxkv__fail(CTXKV_UNSUPPORTED, "cos_sin is not BF16, must be BF16 on a GPU");
-    }
-    if (!status)
-        status = only(
-            d->cache_type == CTXKV_CACHE_BF16, "cache_type", (int64_t)d->cache_type, "BF16 (0)");
-    if (!status)
-        status = only(d->v_norm == CTXKV_V_NORM_ABSENT, "v_norm", (int64_t)d->v_norm, "ABSENT (0)");
-    if (!status) status = only(!d->v_from_k, "v_from_k", d->v_from_k, "0");
-    if (!status && d->v_scale != 0)
-        status =
-            ctxkv__fail(CTXKV_UNSUPPORTED, "v_scale is %g, must be 0 on a GPU", (double)d->v_scale);
-    return status;
-}
-
 ctxkv_status ctxkv__cuda_store_create(struct ctxkv_store *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const ctxkv_store_desc *d = &plan->desc;
     struct ctxkv__gpu_scope scope;
-    ctxkv_status status = check_kind(plan);
-    if (!status) status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a store plan");
+    ctxkv_status status = ctxkv__gpu_enter_slow(gpu, &scope, "creating a store plan");
     if (status) return status;
     static const ctxkv_fault_record none;
     struct store_gpu *g = plan->gpu = calloc(1, sizeof *g);
@@ -98,13 +69,15 @@ ctxkv_status ctxkv__cuda_store_create(struct ctxkv_store *plan) {
     if (!status) status = make_gain(plan, g);
     if (!status) {
         g->bytes += sizeof none;
-        g->fast = fast_kind(d, &g->fast_kernel);
+        g->general = ctxkv__cuda_store_is_general(plan);
+        g->fast = !g->general && fast_kind(d, &g->fast_kernel);
         g->any_kernel = d->head_dim == 64    ? CTXKV__KERNEL_store_any_64
                         : d->head_dim == 128 ? CTXKV__KERNEL_store_any_128
                         : d->head_dim == 256 ? CTXKV__KERNEL_store_any_256
                                              : CTXKV__KERNEL_store_any_512;
         if (plan->tables[0].data && !ctxkv__aligned(plan->tables[0].data, 16))
             g->flags |= CTXKV_STORE_TABLE_BY2;
+        if (g->general) g->any_kernel = ctxkv__cuda_store_general_kernel(d->head_dim);
         status = ctxkv__gpu_kernel(gpu, g->any_kernel);
     }
     if (!status && g->fast) status = ctxkv__gpu_kernel(gpu, g->fast_kernel);
@@ -116,7 +89,7 @@ void ctxkv__cuda_store_destroy(struct ctxkv_store *plan) {
     struct store_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->faults);
         ctxkv__gpu_free(plan->device->gpu, g->k_gain);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
@@ -231,6 +204,15 @@ static bool run_fast(
            most_rows * plan->desc.num_kv_heads <= UINT32_MAX - 4096;
 }
 
+// Bytes of K and V from which writes past the second-level cache were faster on an H200.
+#define PAST_BYTES (INT64_C(32) << 20)
+
+static unsigned past(const struct ctxkv_store *plan, const struct ctxkv__store_call *call) {
+    const ctxkv_store_desc *d = &plan->desc;
+    int64_t bytes = d->num_layers * d->num_kv_heads * d->head_dim * 4;
+    return call->rows >= PAST_BYTES / bytes ? CTXKV_STORE_PAST : 0;
+}
+
 static ctxkv_store_common common(
     const struct ctxkv_store *plan, const struct ctxkv__store_call *call, int64_t unit) {
     const ctxkv_store_desc *d = &plan->desc;
@@ -247,7 +229,7 @@ static ctxkv_store_common common(
         .heads = (int)d->num_kv_heads,
         .rope = (unsigned)d->rope,
         .norm = (unsigned)d->k_norm,
-        .flags = g->flags | (source_aligned(call) ? 0 : CTXKV_STORE_SRC_BY2),
+        .flags = g->flags | (source_aligned(call) ? 0 : CTXKV_STORE_SRC_BY2) | past(plan, call),
         .eps = d->k_eps,
     };
 }
@@ -298,6 +280,7 @@ ctxkv_status ctxkv__cuda_store_launch(
     const struct store_gpu *g = plan->gpu;
     int64_t layers = plan->desc.num_layers, most = most_rows_of(call->slots, layers);
     if (!most) return CTXKV_OK;
+    if (g->general) return ctxkv__cuda_store_general_launch(plan, call);
     if (run_fast(plan, call, most)) return launch_fast(plan, call, most);
     ctxkv_store_any p;
     for (int64_t first = 0; first < layers; first += CTXKV_STORE_MANY) {

@@ -60,8 +60,9 @@ typedef struct {
 } ctxkv_rms_params;
 
 // ---- projection ----
-#define CTXKV_PROJECTION_BY2 1u    // an operand is not 16-byte aligned in every row
-#define CTXKV_PROJECTION_KV_BY2 2u // kv is not 4-byte aligned in every row
+#define CTXKV_PROJECTION_BY2 1u         // an operand is not 16-byte aligned in every row
+#define CTXKV_PROJECTION_KV_BY2 2u      // kv is not 4-byte aligned in every row
+#define CTXKV_PROJECTION_ROUND_FIRST 4u // the bias is added to the rounded output
 
 typedef struct {
     const void *data; // BF16 [block_columns, K]
@@ -72,12 +73,12 @@ typedef struct {
     const void *x;                              // BF16
     void *kv;                                   // BF16
     long long x_layer, x_row, kv_layer, kv_row; // elements
-    const ctxkv_projection_block *blocks;       // device memory, two per layer
-    const float *bias;                          // [L, 2 * block_columns], or null
+    const ctxkv_projection_block *blocks;       // device memory, `parts` per layer
+    const float *bias;                          // [L, parts * block_columns], or null
     long long rows;
     int k, block_columns;
     unsigned flags;
-    unsigned pad;
+    int parts; // 2: K and V; 1: K alone
 } ctxkv_projection_params;
 
 // ---- store ----
@@ -90,6 +91,7 @@ typedef struct {
 
 #define CTXKV_STORE_TABLE_BY2 1u // the cos/sin table is not 16-byte aligned
 #define CTXKV_STORE_SRC_BY2 2u   // nor are all rows of k and v
+#define CTXKV_STORE_PAST 4u      // so much is stored that it need not stay in the cache
 
 // One layer, any operands. Strides are in elements.
 typedef struct {

@@ -55,10 +55,10 @@ static __device__ __forceinline__ void project(const ctxkv_projection_params &p)
     __shared__ __align__(16) u16 xs[STAGES][ROWS * PITCH], ws[STAGES][COLUMNS * PITCH];
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     const int warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
-    const int tiles = 2 * p.block_columns / COLUMNS, column = blockIdx.x % tiles * COLUMNS;
+    const int tiles = p.parts * p.block_columns / COLUMNS, column = blockIdx.x % tiles * COLUMNS;
     const int layer = blockIdx.y, half = column >= p.block_columns;
     const i64 first = (i64)(blockIdx.x / tiles) * ROWS;
-    const ctxkv_projection_block block = p.blocks[2 * layer + half];
+    const ctxkv_projection_block block = p.blocks[p.parts * layer + half];
     const u16 *w = (const u16 *)block.data + (column - half * p.block_columns) * block.row;
     const u16 *x = (const u16 *)p.x + layer * p.x_layer + first * p.x_row;
     const bool by2 = p.flags & CTXKV_PROJECTION_BY2;
@@ -110,7 +110,11 @@ static __device__ __forceinline__ void project(const ctxkv_projection_params &p)
             float low = acc[n][2 * i], high = acc[n][2 * i + 1];
             if (row >= p.rows) continue;
             if (p.bias) {
-                const float *b = p.bias + (i64)layer * 2 * p.block_columns + c;
+                const float *b = p.bias + (i64)layer * p.parts * p.block_columns + c;
+                if (p.flags & CTXKV_PROJECTION_ROUND_FIRST) {
+                    const u32 rounded = bf16_pack(low, high);
+                    low = bf16_low(rounded), high = bf16_high(rounded);
+                }
                 low = add_rn(low, b[0]), high = add_rn(high, b[1]);
             }
             u16 *to = (u16 *)p.kv + layer * p.kv_layer + row * p.kv_row + c;

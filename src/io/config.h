@@ -9,17 +9,21 @@
 #include "error.h"
 
 typedef enum io_family {
-    IO_FAMILY_MUSE, // Muse Spark DSpark: per-layer norms, GPT-J RoPE
-    IO_FAMILY_QWEN3 // DFlash and DSpark of Qwen3 kind: one norm, weighted K norm, NeoX RoPE
+    IO_FAMILY_MUSE,   // Muse Spark DSpark: per-layer norms, GPT-J RoPE
+    IO_FAMILY_QWEN3,  // DFlash and DSpark of Qwen3 kind: one norm, weighted K norm, NeoX RoPE
+    IO_FAMILY_LAGUNA, // each layer's norm alone, bias after the rounding
+    IO_FAMILY_GEMMA4  // K alone: V is the weightless norm of raw K
 } io_family;
 
 typedef struct io_config {
     io_family family;
     int64_t hidden_size, layers, attention_heads, kv_heads, head_dim;
     int64_t max_position; // 0: not given
+    int64_t rotary_dim;
     float eps;
     float theta;
-    bool affine, zero_centered, rope, bias;
+    float v_scale; // 0: none
+    bool affine, zero_centered, rope, bias, neox;
     char rope_scaling[64]; // "" or the type that needs a table handed in
 } io_config;
 

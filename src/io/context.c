@@ -102,22 +102,58 @@ static bool bind_slots(io_context *context, const io_config *config, io_error *e
 }
 
 static bool bind_table(io_context *context, const io_config *config, io_error *error) {
-    bool ok;
-    const io_tensor *tensor = get(context, "cos_sin_cache", IO_BF16, false, &ok, error);
-    if (!ok || !tensor) return ok;
-    if (tensor->rank != 2 || tensor->shape[1] != config->head_dim || tensor->shape[0] < 1) {
-        char must[64];
-        snprintf(must, sizeof must, "[max_position, %" PRId64 "]", config->head_dim);
+    const io_tensor *tensor = io_safetensors_find(&context->file, "cos_sin_cache");
+    if (!tensor) return true;
+    int64_t columns = config->rotary_dim;
+    if (tensor->dtype != IO_BF16 && tensor->dtype != IO_F16 && tensor->dtype != IO_F32)
+        return io_fail(
+            error, "%s: tensor 'cos_sin_cache' is %s, must be BF16, F16 or F32", context->file.path,
+            io_dtype_name(tensor->dtype));
+    int rank = tensor->rank;
+    if (rank < 2 || rank > 3 || tensor->shape[rank - 1] != columns || tensor->shape[rank - 2] < 1 ||
+        (rank == 3 && tensor->shape[0] != config->layers)) {
+        char must[128];
+        snprintf(
+            must, sizeof must,
+            "[max_position, %" PRId64 "] or [%" PRId64 ", max_position, %" PRId64 "]", columns,
+            config->layers, columns);
         return wrong_shape(context, tensor, must, error);
     }
-    context->table_rows = tensor->shape[0];
+    context->table_lists = rank == 3 ? tensor->shape[0] : 1;
+    context->table_rows = tensor->shape[rank - 2];
+    context->table_dtype = tensor->dtype;
     context->cos_sin = aligned(context, tensor, 3, error);
     return context->cos_sin != NULL;
 }
 
+static bool bind_scales(
+    io_context *context, const io_config *config, const char *name, int slot, const float **to,
+    io_error *error) {
+    bool ok;
+    const io_tensor *tensor = get(context, name, IO_F32, false, &ok, error);
+    if (!ok || !tensor) return ok;
+    if (tensor->rank != 1 || tensor->shape[0] != config->layers) {
+        char must[64];
+        snprintf(must, sizeof must, "[%" PRId64 "], one per layer", config->layers);
+        return wrong_shape(context, tensor, must, error);
+    }
+    *to = aligned(context, tensor, slot, error);
+    return *to != NULL;
+}
+
+static bool both_scales(const io_context *context, io_error *error) {
+    if (!context->k_scales == !context->v_scales) return true;
+    return io_fail(
+        error, "%s: tensor '%s' is missing, must be given beside the other's scales",
+        context->file.path, context->k_scales ? "v_scales" : "k_scales");
+}
+
 static bool bind(io_context *context, const io_config *config, io_error *error) {
     if (bind_hidden(context, config, error) && bind_positions(context, config, error) &&
-        bind_slots(context, config, error) && bind_table(context, config, error)) {
+        bind_slots(context, config, error) && bind_table(context, config, error) &&
+        bind_scales(context, config, "k_scales", 4, &context->k_scales, error) &&
+        bind_scales(context, config, "v_scales", 5, &context->v_scales, error) &&
+        both_scales(context, error)) {
         return true;
     }
     io_context_close(context);
@@ -139,7 +175,7 @@ bool io_context_open(
 }
 
 void io_context_close(io_context *context) {
-    for (int i = 0; i < 4; ++i) free(context->owned[i]);
+    for (int i = 0; i < 6; ++i) free(context->owned[i]);
     io_safetensors_close(&context->file);
     *context = (io_context){0};
 }

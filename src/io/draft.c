@@ -169,13 +169,16 @@ static bool rank_rows(
 static bool load_weights(const loader *in) {
     io_draft *draft = in->draft;
     const io_config *config = &draft->config;
-    draft->weights = calloc((size_t)config->layers * 2, sizeof *draft->weights);
+    int64_t parts = draft->parts;
+    draft->weights = calloc((size_t)(config->layers * parts), sizeof *draft->weights);
     if (!draft->weights) return io_fail(in->error, "%s: out of memory", in->folder);
-    for (int64_t i = 0; i < config->layers * 2; ++i) {
+    for (int64_t i = 0; i < config->layers * parts; ++i) {
         char name[128];
         found item;
         const uint8_t *data;
-        if (!rank_rows(in, i / 2, i % 2, "weight", false, &item, name, sizeof name, &data) ||
+        if (!rank_rows(
+                in, i / parts, (int)(i % parts), "weight", false, &item, name, sizeof name,
+                &data) ||
             !set_view(
                 in, &draft->weights[i], data, IO_BF16, draft->kv_heads * config->head_dim,
                 config->hidden_size)) {
@@ -189,20 +192,22 @@ static bool load_bias(const loader *in) {
     io_draft *draft = in->draft;
     const io_config *config = &draft->config;
     size_t part = (size_t)(draft->kv_heads * config->head_dim);
-    uint16_t *rows = calloc((size_t)config->layers * 2, part * sizeof *rows);
+    int64_t parts = draft->parts;
+    uint16_t *rows = calloc((size_t)(config->layers * parts), part * sizeof *rows);
     draft->bias.owned = rows;
     if (!rows) return io_fail(in->error, "%s: out of memory", in->folder);
-    for (int64_t i = 0; i < config->layers * 2; ++i) {
+    for (int64_t i = 0; i < config->layers * parts; ++i) {
         char name[128];
         found item;
         const uint8_t *data;
-        if (!rank_rows(in, i / 2, i % 2, "bias", true, &item, name, sizeof name, &data)) {
+        if (!rank_rows(
+                in, i / parts, (int)(i % parts), "bias", true, &item, name, sizeof name, &data)) {
             return false;
         }
         memcpy(rows + (size_t)i * part, data, part * sizeof *rows);
     }
     return set_view(
-        in, &draft->bias, (const uint8_t *)rows, IO_BF16, config->layers, (int64_t)part * 2);
+        in, &draft->bias, (const uint8_t *)rows, IO_BF16, config->layers, (int64_t)part * parts);
 }
 
 static bool load_k_norm(const loader *in) {
@@ -239,7 +244,10 @@ static bool load_layer_norms(const loader *in) {
     if (!draft->layer_norms) return io_fail(in->error, "%s: out of memory", in->folder);
     for (size_t i = 0; i < layers; ++i) {
         char base[96];
-        snprintf(base, sizeof base, "layers.%zu.self_attn.pre_qkv_proj_norm.weight", i);
+        bool muse = draft->config.family == IO_FAMILY_MUSE;
+        snprintf(
+            base, sizeof base, "layers.%zu.%s.weight", i,
+            muse ? "self_attn.pre_qkv_proj_norm" : "input_layernorm");
         if (!load_norm(in, base, &draft->layer_norms[i])) return false;
         if (draft->layer_norms[i].tensor.dtype.bits != draft->layer_norms[0].tensor.dtype.bits) {
             return io_fail(
@@ -251,12 +259,13 @@ static bool load_layer_norms(const loader *in) {
 
 static bool load(const loader *in) {
     const io_config *config = &in->draft->config;
-    if (config->affine && !load_norm(in, "hidden_norm.weight", &in->draft->hidden)) return false;
-    if (config->family == IO_FAMILY_MUSE) {
-        if (config->affine && !load_layer_norms(in)) return false;
-    } else if (!load_k_norm(in) || (config->bias && !load_bias(in))) {
-        return false;
-    }
+    bool muse = config->family == IO_FAMILY_MUSE, laguna = config->family == IO_FAMILY_LAGUNA;
+    in->draft->parts = config->family == IO_FAMILY_GEMMA4 ? 1 : 2;
+    // Laguna's hidden norm belongs to what comes before the chain.
+    bool hidden = config->affine && !laguna, layers = config->affine && (muse || laguna);
+    if (hidden && !load_norm(in, "hidden_norm.weight", &in->draft->hidden)) return false;
+    if (layers && !load_layer_norms(in)) return false;
+    if (!muse && (!load_k_norm(in) || (config->bias && !load_bias(in)))) return false;
     return load_weights(in);
 }
 
@@ -280,7 +289,8 @@ bool io_draft_open(
 void io_draft_close(io_draft *draft) {
     size_t layers = (size_t)draft->config.layers;
     for (size_t i = 0; i < layers && draft->layer_norms; ++i) free(draft->layer_norms[i].owned);
-    for (size_t i = 0; i < layers * 2 && draft->weights; ++i) free(draft->weights[i].owned);
+    size_t weights = layers * (size_t)draft->parts;
+    for (size_t i = 0; i < weights && draft->weights; ++i) free(draft->weights[i].owned);
     free(draft->hidden.owned);
     free(draft->bias.owned);
     free(draft->k_norm.owned);

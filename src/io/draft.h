@@ -17,10 +17,11 @@ typedef struct io_draft {
     io_config config;
     io_checkpoint checkpoint;
     int64_t kv_heads, first_head; // of this rank
+    int64_t parts;                // projections of a layer: 2, or 1 (K alone)
     io_view hidden;               // [D]; data NULL: weightless
     io_view *layer_norms;         // [L] of [D]; NULL: absent or weightless
-    io_view *weights;             // [2*L] of [kv_heads*head_dim, D]: K0, V0, K1 ...
-    io_view bias;                 // [L, 2*kv_heads*head_dim]; data NULL: none
+    io_view *weights;             // [parts*L] of [kv_heads*head_dim, D]: K0, V0, K1 ...
+    io_view bias;                 // [L, parts*kv_heads*head_dim]; data NULL: none
     io_view k_norm;               // [L, head_dim]; data NULL: weightless
 } io_draft;
 

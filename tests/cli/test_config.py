@@ -104,7 +104,20 @@ def test_config_text_refused(tmp_path):
             {"cos_sin_cache": ("BF16", np.zeros((9, 32), np.uint16))},
             ["cos_sin_cache", "[9, 32]", "64"],
         ),
-        ({"cos_sin_cache": ("F32", np.zeros((9, 64), np.float32))}, ["cos_sin_cache", "F32"]),
+        ({"cos_sin_cache": ("I64", np.zeros((9, 64), np.int64))}, ["cos_sin_cache", "I64", "F32"]),
+        (
+            {"cos_sin_cache": ("BF16", np.zeros((2, 9, 64), np.uint16))},
+            ["cos_sin_cache", "[2, 9, 64]", "[1, max_position, 64]"],
+        ),
+        ({"k_scales": ("F32", np.ones(1, np.float32))}, ["v_scales", "missing"]),
+        (
+            {k: ("F32", np.ones(2, np.float32)) for k in ("k_scales", "v_scales")},
+            ["k_scales", "[2]", "[1]"],
+        ),
+        (
+            {k: ("F32", np.ones(1, np.float32)) for k in ("k_scales", "v_scales")},
+            ["k_scales", "--cache-type", "bf16"],
+        ),
     ],
 )
 def test_context_refused(tmp_path, tensors, words):

@@ -89,14 +89,10 @@ def test_failed_write_leaves_nothing(tmp_path):
     assert os.listdir(folder) == []
 
 
-def test_progress_bar_only_on_a_terminal(tmp_path):
-    model = heads_model(tmp_path / "m", 1)
-    context = ones_context(tmp_path / "c", 1)
-    args = [BIN, *map(str, run_args(model, context, tmp_path / "o", "--num-blocks", 3000))]
-    done = cli(*args[1:])
-    assert done.returncode == 0 and done.stderr == b""
+def on_terminal(command):
+    """Exit status, stdout (a pipe) and what came to the terminal that is its stderr."""
     main, other = pty.openpty()
-    process = subprocess.Popen(args, stderr=other, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, stderr=other, stdout=subprocess.PIPE)
     out = process.communicate()[0]
     os.close(other)
     shown = b""
@@ -106,8 +102,25 @@ def test_progress_bar_only_on_a_terminal(tmp_path):
     except OSError:
         pass
     os.close(main)
-    assert process.returncode == 0 and b"writing" in shown and b"%" in shown
+    return process.returncode, out, shown
+
+
+def test_progress_bar_only_on_a_terminal(tmp_path):
+    model = heads_model(tmp_path / "m", 1)
+    context = ones_context(tmp_path / "c", 1)
+    args = [BIN, *map(str, run_args(model, context, tmp_path / "o", "--num-blocks", 3000))]
+    done = cli(*args[1:])
+    assert done.returncode == 0 and done.stderr == b""
+    status, out, shown = on_terminal(args)
+    assert status == 0 and b"writing" in shown and b"%" in shown
     assert shown.endswith(b"\x1b[K") and b"\r" not in out
+
+
+def test_bench_draws_a_bar_on_a_terminal(tmp_path):
+    command = [BIN, "bench", "--device", "cpu", "--heads", "1", "--layers", "1", "--rows", "1"]
+    status, out, shown = on_terminal([*command, "--seconds", "0.1"])
+    assert status == 0 and b"projection" in shown and b"%" in shown
+    assert b"\r" not in out and out.count(b"\n") == 7
 
 
 # ---- selftest and bench
@@ -189,7 +202,10 @@ def test_bench_reports_and_compares(tmp_path):
     for r in data["results"]:
         r["median_us"] /= 1000
     path.write_text(json.dumps(data))
-    assert "slower" in ok(*run, "--compare", path, code=1)
+    told = ok(*run, "--compare", path, code=1)
+    assert "8 of 8 measurements slower" in told and "another machine" not in told
+    path.write_text(json.dumps({**data, "name": "abacus"}))
+    assert "of another machine: abacus" in ok(*run, "--compare", path, code=1)
     path.write_text(json.dumps({"results": []}))
     done = cli(*run, "--compare", path)
     assert done.returncode == 2 and b"none of these" in done.stderr

@@ -50,8 +50,27 @@ def test_verify_names_the_first_difference(tmp_path):
     refused("verify", a, b, words=["kv_cache.1", "[2, 2, 4, 128]", "[3, 2, 4, 128]"])
     b.write_bytes(file_bytes({"x": ("BF16", layers[0])}))
     refused("verify", a, b, words=[b, "kv_cache.0"])
-    b.write_bytes(file_bytes({"kv_cache.0": ("F16", layers[0])}))
-    refused("verify", b, b, words=["F16", "BF16"])
+    b.write_bytes(file_bytes({"kv_cache.0": ("I16", layers[0])}))
+    refused("verify", b, b, words=["I16", "BF16"])
+
+
+def test_verify_fp8_caches(tmp_path):
+    """FP8 beside FP8 or its bytes; another kind is refused by name."""
+    rng = np.random.default_rng(0)
+    cache = rng.integers(0, 256, (3, 2, 4, 128), np.uint8)
+    paths = {}
+    for dtype in ("F8_E4M3", "F8_E5M2", "U8"):
+        paths[dtype] = tmp_path / dtype
+        paths[dtype].write_bytes(file_bytes({"kv_cache.0": (dtype, cache)}))
+    assert ok("verify", paths["U8"], paths["F8_E4M3"]) == "equal: 1 layers, 3072 elements\n"
+    refused("verify", paths["F8_E5M2"], paths["F8_E4M3"], words=["F8_E4M3", "F8_E5M2"])
+    changed = cache.copy()
+    changed[0, 1, 3, 70] ^= 0x80
+    paths["U8"].write_bytes(file_bytes({"kv_cache.0": ("U8", changed)}))
+    lines = ok("verify", paths["F8_E4M3"], paths["U8"], code=1).splitlines()
+    was, now = cache[0, 1, 3, 70], changed[0, 1, 3, 70]
+    assert lines[0].endswith(f"head 1, V, column 6: A has 0x{was:02x}, B has 0x{now:02x}")
+    assert lines[-1] == "1 of 3072 elements differ"
 
 
 # ---- synth
@@ -108,7 +127,12 @@ def test_qwen3(tmp_path, more):
     config = json.loads((tmp_path / "d/config.json").read_text())
     config["is_neox_style"] = False
     (tmp_path / "d/config.json").write_text(json.dumps(config))
-    refused(*run_args(tmp_path / "d", context, tmp_path / "no"), words=["is_neox_style"])
+    ok(*run_args(tmp_path / "d", context, tmp_path / "gptj"))
+    half = whole[0].shape[3] // 2
+    gptj = caches(tmp_path / "gptj")[0]
+    rope = "--nope" not in more
+    assert (gptj[..., :half] != whole[0][..., :half]).any() == rope
+    assert (gptj[..., half:] == whole[0][..., half:]).all()
 
 
 def test_qwen3_bias(tmp_path):
@@ -152,3 +176,23 @@ def test_qwen3_bias(tmp_path):
     nested = {**config, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
     (folder / "config.json").write_text(json.dumps(nested))
     refused(*run_args(folder, context, tmp_path / "no"), words=["rope_parameters"])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"partial_rotary_factor": 0.5}, ["partial RoPE"]),
+        ({"dflash_config": {"attention_value_scale": 0.5}}, ["a scale of V"]),
+        ({"is_neox_style": False}, ["GPT-J pairs"]),
+    ],
+)
+def test_diagnose_refuses_what_it_does_not_search(tmp_path, change, words):
+    folder = tmp_path / "d"
+    shape = ["--kv-heads", 2, "--layers", 2, "--rows", 6, "--hidden-size", 256]
+    ok("synth", folder, "--family", "qwen3", *shape)
+    context = folder / "context.safetensors"
+    ok(*run_args(folder, context, tmp_path / "o"))
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    call = ["diagnose", "--model", folder, "--context", context, "--cache", tmp_path / "o"]
+    refused(*call, words=[*words, "ctxkv run"])

@@ -50,14 +50,19 @@ class NormsDesc(C.Structure):
 class ProjectionDesc(C.Structure):
     _fields_ = [("size", C.c_size_t), ("hidden_size", I64), ("num_layers", I64),
                 ("num_kv_heads", I64), ("head_dim", I64), ("weights", PP), ("weight_count", I64),
-                ("bias", C.POINTER(DLTensor)), ("mode", C.c_int), ("max_rows", I64)]
+                ("bias", C.POINTER(DLTensor)), ("mode", C.c_int), ("max_rows", I64),
+                ("bias_add", C.c_int), ("k_only", C.c_int32)]
 
 
 class StoreDesc(C.Structure):
     _fields_ = [("size", C.c_size_t), ("num_layers", I64), ("num_kv_heads", I64),
                 ("head_dim", I64), ("k_norm", C.c_int), ("k_eps", C.c_float),
                 ("k_norm_weight", C.POINTER(DLTensor)), ("rope", C.c_int), ("rotary_dim", I64),
-                ("cos_sin", C.POINTER(DLTensor)), ("checked", C.c_int32)]
+                ("cos_sin", C.POINTER(DLTensor)), ("checked", C.c_int32), ("k_scales", PP),
+                ("v_scales", PP), ("scale_count", I64), ("layer_cos_sin", PP),
+                ("layer_cos_sin_count", I64), ("cache_type", C.c_int), ("k_gain_centre", C.c_float),
+                ("v_norm", C.c_int), ("v_eps", C.c_float), ("v_scale", C.c_float),
+                ("v_from_k", C.c_int32)]
 
 
 class ChainDesc(C.Structure):
@@ -78,7 +83,7 @@ class ChainCall(C.Structure):
 
 
 TYPES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int64: (0, 64),
-         torch.int32: (0, 32), torch.float16: (2, 16)}
+         torch.int32: (0, 32), torch.float16: (2, 16), torch.uint8: (1, 8)}
 KINDS = {"n": (None, 0), "b": (torch.bfloat16, 0), "B": (torch.bfloat16, 1),
          "f": (torch.float32, 0), "F": (torch.float32, 1)}
 
@@ -129,13 +134,21 @@ class Library:
             getattr(self.lib, name).restype = C.c_size_t
             getattr(self.lib, name).argtypes = [VP]
 
+    def init(self, name, struct):
+        """By the sized form; libraries built before it have the plain one alone."""
+        sized = getattr(self.lib, name + "_sized", None)
+        if sized is None:
+            getattr(self.lib, name)(C.byref(struct))
+        else:
+            sized(C.byref(struct), C.c_size_t(C.sizeof(struct)))
+
     def check(self, status):
         if status:
             raise Error(status, self.lib.ctxkv_last_error().decode())
 
     def device(self, name="cuda:0", **options):
         o, d = DeviceOptions(), VP()
-        self.lib.ctxkv_device_options_init(C.byref(o))
+        self.init("ctxkv_device_options_init", o)
         for key, value in options.items():
             setattr(o, key, value)
         self.check(self.lib.ctxkv_device_open(name.encode(), C.byref(o), C.byref(d)))
@@ -174,7 +187,7 @@ class Device(Handle):
 
     def norms_desc(self, hidden, layer, L, D=8192, hw=None, lw=None, numerics=STOCK):
         d = NormsDesc()
-        self.library.lib.ctxkv_norms_desc_init(C.byref(d))
+        self.library.init("ctxkv_norms_desc_init", d)
         d.hidden_size, d.num_layers, d.numerics = D, L, numerics
         d.hidden, d.layer = Norm(*hidden), Norm(*layer)
         hidden_view, layers = tensor(hw), pointers(lw if isinstance(lw, list) else [lw])
@@ -185,26 +198,37 @@ class Device(Handle):
         d.keep = (hidden_view, layers)
         return d
 
-    def projection_desc(self, weights, L, H, head_dim=64, D=8192, mode=AUTO, bias=None, max_rows=0):
+    def projection_desc(self, weights, L, H, head_dim=64, D=8192, mode=AUTO, bias=None, max_rows=0,
+                        bias_add=0, k_only=0):
         d = ProjectionDesc()
-        self.library.lib.ctxkv_projection_desc_init(C.byref(d))
+        self.library.init("ctxkv_projection_desc_init", d)
         d.hidden_size, d.num_layers, d.num_kv_heads, d.head_dim = D, L, H, head_dim
         weights = weights if isinstance(weights, list) else [weights]
         array, bias_view = pointers(weights), tensor(bias)
         d.weights, d.weight_count, d.mode, d.max_rows = array, len(weights), mode, max_rows
-        d.bias = pointer(bias_view)
+        d.bias, d.bias_add, d.k_only = pointer(bias_view), bias_add, k_only
         d.keep = (array, bias_view)
         return d
 
     def store_desc(self, L, H, head_dim=64, k_norm=K_PLAIN, eps=1e-5, weight=None, rope=ROPE_NONE,
-                   table=None):
+                   table=None, tables=None, scales=None, **more):
+        """tables: one per layer, in place of table. scales: (K's, V's) lists. more: other fields."""
         d = StoreDesc()
-        self.library.lib.ctxkv_store_desc_init(C.byref(d))
+        self.library.init("ctxkv_store_desc_init", d)
         d.num_layers, d.num_kv_heads, d.head_dim = L, H, head_dim
         d.k_norm, d.k_eps, d.rope = k_norm, eps, rope
         weight_view, table_view = tensor(weight), tensor(table)
         d.k_norm_weight, d.cos_sin = pointer(weight_view), pointer(table_view)
         d.keep = (weight_view, table_view)
+        if tables is not None:
+            d.layer_cos_sin, d.layer_cos_sin_count = pointers(tables), L
+            d.keep += (d.layer_cos_sin,)
+        if scales is not None:
+            d.k_scales, d.v_scales, d.scale_count = pointers(scales[0]), pointers(scales[1]), L
+            d.keep += (d.k_scales, d.v_scales)
+        for name, value in more.items():
+            assert name in dict(StoreDesc._fields_), name
+            setattr(d, name, value)
         return d
 
     def norms(self, *args, **kw):
@@ -221,7 +245,7 @@ class Device(Handle):
 
     def chain(self, norms, projection, store, max_rows):
         d = ChainDesc()
-        self.library.lib.ctxkv_chain_desc_init(C.byref(d))
+        self.library.init("ctxkv_chain_desc_init", d)
         d.norms, d.projection, d.store = C.pointer(norms), C.pointer(projection), C.pointer(store)
         d.max_rows = max_rows
         return self.make("chain", d, (norms.keep, projection.keep, store.keep))
@@ -250,7 +274,7 @@ def split(caches, head_dim=64):
 
 def run_store(plan, k, v, positions, slots):
     a, b, p = tensor(k), tensor(v), tensor(positions)
-    plan.call("run", C.byref(a), C.byref(b), C.byref(p) if p is not None else None,
+    plan.call("run", C.byref(a), C.byref(b) if b is not None else None, C.byref(p) if p is not None else None,
               pointers(slots), I64(len(slots)), VP(current_stream()))
 
 

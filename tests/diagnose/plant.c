@@ -304,8 +304,9 @@ static void table(int64_t position, float *c, float *s) {
         }
         if (!on("table_fp32")) c[j] = round16(c[j]), s[j] = round16(s[j]);
         if (!fresh) {
-            c[j] = wide(ctx.cos_sin[position * dim + j]);
-            s[j] = wide(ctx.cos_sin[position * dim + dim / 2 + j]);
+            const uint16_t *given = ctx.cos_sin;
+            c[j] = wide(given[position * dim + j]);
+            s[j] = wide(given[position * dim + dim / 2 + j]);
         }
     }
 }

@@ -186,3 +186,21 @@ def test_public_names_all_resolve() -> None:
         assert getattr(ctxkv, name) is not None and name in dir(ctxkv)
     with pytest.raises(AttributeError, match="Nothing"):
         ctxkv.Nothing
+
+
+def test_plans_show_their_arguments() -> None:
+    import inspect
+
+    import ctxkv
+
+    for plan, some in (
+        (ctxkv.Norms, ["num_layers", "hidden_weight", "numerics"]),
+        (ctxkv.Projection, ["weights", "num_kv_heads", "max_rows"]),
+        (ctxkv.Store, ["k_norm", "cos_sin", "checked"]),
+    ):
+        shown = inspect.signature(plan).parameters
+        assert list(shown)[0] == "device" and set(some) <= set(shown)
+    with pytest.raises(TypeError, match="num_layer"):
+        ctxkv.Norms(ctxkv.device("cpu"), num_layer=1)
+    with ctxkv.Norms(device=ctxkv.device("cpu"), num_layers=1) as plan:
+        assert plan.handle

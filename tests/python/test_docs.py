@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The Python blocks of docs/python.md, torch's included.
+# The Python blocks of README.md and docs, torch's included.
 from __future__ import annotations
 
 import re
@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs/python.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.S | re.M)
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = [
+    (str(path.relative_to(ROOT)), block)
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    for block in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.S | re.M)
+]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_block(block: str) -> None:
-    exec(compile(block, "docs/python.md", "exec"), {"__name__": "block"})
+@pytest.mark.parametrize("name, block", BLOCKS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(BLOCKS)])
+def test_block(name: str, block: str) -> None:
+    exec(compile(block, name, "exec"), {"__name__": "block"})
 
 
 def test_blocks_were_found() -> None:
-    assert len(BLOCKS) == 3
+    found = [name for name, _ in BLOCKS]
+    assert found.count("README.md") == 1 and found.count("docs/python.md") == 3

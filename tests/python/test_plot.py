@@ -122,7 +122,7 @@ def test_choices_and_source(tmp_path, capsys) -> None:
     assert plot.source_of({**PEERS, "gpu": "H100"}) != plot.source_of(PEERS)
     capsys.readouterr()
     assert main(["plot", str(file), "--heads", "2"]) == 2
-    assert "chain with 16 heads" in capsys.readouterr().err
+    assert "chain with 16 KV heads" in capsys.readouterr().err
 
 
 def test_floor_of_the_run() -> None:
@@ -130,3 +130,20 @@ def test_floor_of_the_run() -> None:
     panels = plot.read_bench({"results": [{**row, "floor_us": 1.5}]})
     assert panels["norms", 2]["floor"] == [(8, 1.5)]
     assert plot.read_bench({"results": [row]})["norms", 2]["floor"] == [(8, 2.0)]
+
+
+def test_shapes_are_panels_of_their_own(tmp_path) -> None:
+    """Two drafts with as many heads: neither's times are drawn in the other's panel."""
+    rows = [
+        {"op": "chain", "heads": 8, "shape": shape, "rows": 1, "us": {"ctxkv": us}}
+        for shape, us in (("big", 27.0), ("a small one", 20.0))
+    ]
+    panels = plot.read_bench({"rows": rows})
+    assert {key: lines["ctxkv"] for key, lines in panels.items()} == {
+        ("chain", "big"): [(1, 27.0)], ("chain", "a small one"): [(1, 20.0)]}
+    file = write(tmp_path / "b.json", {"rows": rows})
+    assert main(["plot", str(file)]) == 0
+    found = texts(tmp_path / "b.svg")
+    assert found.index("chain, big") < found.index("chain, a small one")
+    assert main(["plot", str(file), "--heads", "big"]) == 0
+    assert "small" not in texts(tmp_path / "b.svg")

@@ -120,14 +120,26 @@ def command_line() -> str | None:
     return named or next((str(path) for path in builds if path.exists()), None)
 
 
+ARCHITECTURES = {
+    "qwen3": "DFlashDraftModel", "laguna": "DFlashLagunaForCausalLM", "gemma4": "Gemma4DSparkModel",
+}
+
+
 def checkpoint(folder: Path, model, family: str) -> None:
     """The model's weights as its checkpoint: Q rows of the fused projection are left out."""
     tensors, layers = {"hidden_norm.weight": model.hidden_norm.weight}, model.layers
+    biased = layers[0].self_attn.qkv_proj.bias if family != "muse" else None
     for l, layer in enumerate(layers):
         attn, name = layer.self_attn, f"layers.{l}.self_attn."
-        rows = attn.qkv_proj.weight[attn.q_size :]
-        tensors[name + "k_proj.weight"] = rows[: attn.kv_size]
-        tensors[name + "v_proj.weight"] = rows[attn.kv_size :]
+        for what in ("weight", "bias") if biased is not None else ("weight",):
+            if family == "gemma4":
+                tensors[name + "k_proj." + what] = getattr(attn.k_proj, what)
+                continue
+            rows = getattr(attn.qkv_proj, what)[attn.q_size :]
+            tensors[name + "k_proj." + what] = rows[: attn.kv_size]
+            tensors[name + "v_proj." + what] = rows[attn.kv_size :]
+        if family == "laguna":
+            tensors[f"layers.{l}.input_layernorm.weight"] = layer.input_layernorm.weight
         if family == "muse":
             tensors[name + "pre_qkv_proj_norm.weight"] = attn.pre_qkv_proj_norm.weight
         else:
@@ -146,12 +158,60 @@ def checkpoint(folder: Path, model, family: str) -> None:
         )
     else:
         config.update(
-            architectures=["DFlashDraftModel"], model_type="qwen3", rms_norm_eps=1e-6,
-            rope_theta=1e6, attention_bias=False,
+            architectures=[ARCHITECTURES[family]], model_type=family, rms_norm_eps=1e-6,
+            rope_theta=1e6, attention_bias=biased is not None,
         )
+        if family == "gemma4":
+            config.update(attention_k_eq_v=True)
+        if first.v_scale is not None:
+            config.update(dflash_config={"attention_value_scale": first.v_scale})
+        if first.rotary_emb.rotary_dim != first.head_dim:
+            config.update(partial_rotary_factor=first.rotary_emb.rotary_dim / first.head_dim)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save(folder / "model.safetensors", tensors, {"format": "pt"})
+
+
+@pytest.mark.parametrize("fp8", ["", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("family", ["qwen3", "laguna", "gemma4"])
+def test_each_family_and_cache_type_is_verified(family, fp8, recording, tmp_path) -> None:
+    """What the plugin computed and what the command line makes of the checkpoint are one."""
+    tool = command_line()
+    if tool is None:
+        pytest.skip("NOT RUN: no ctxkv command line; set CTXKV_CLI to it")
+    from ctxkv import vllm_model
+    from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkModel
+    from vllm.model_executor.models.laguna_dflash import DFlashLagunaModel
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    inner, outer = {
+        "qwen3": (DFlashQwen3Model, "CtxkvDFlashQwen3"),
+        "laguna": (DFlashLagunaModel, "CtxkvLaguna"),
+        "gemma4": (Gemma4DSparkModel, "CtxkvGemma4DSpark"),
+    }[family]
+    own = {"rotary_dim": 32, "v_scale": 0.612} if family == "qwen3" else {}
+    model = drafts.qwen3(width=64, bias=True, cls=inner, **own)
+    if fp8:
+        drafts.with_fp8(model, fp8)
+    x, at, lists = inputs(model, 6)
+    run(model, x, at, lists, getattr(vllm_model, outer))
+    checkpoint(tmp_path / "DRAFT", model, family)
+    metadata = recorded(recording)[2]
+    assert ("--cache-type" in metadata["command"]) == bool(fp8)
+    for step in ("command", "verify"):
+        words = metadata[step].replace("--model DRAFT", f"--model {tmp_path}/DRAFT").split()
+        done = subprocess.run(
+            [tool, *words[1:]], cwd=recording, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.startswith("equal: 2 layers")
+    with open(next(recording.glob("*.caches.safetensors")), "r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    again = subprocess.run([tool, *words[1:]], cwd=recording, capture_output=True, timeout=120)
+    assert again.returncode == 1
 
 
 @pytest.mark.parametrize("family", ["muse", "qwen3"])

@@ -61,6 +61,43 @@ static void last_error_per_thread(void **state) {
     assert_non_null(strstr(ctxkv_last_error(), "\"tpu\""));
 }
 
+// A caller compiled with a shorter or a longer struct than the library's.
+static void other_sizes_of_descriptors(void **state) {
+    (void)state;
+    union {
+        ctxkv_store_desc desc;
+        unsigned char bytes[2 * sizeof(ctxkv_store_desc)];
+    } box;
+    ctxkv_store_desc whole;
+    ctxkv_store_desc_init(&whole);
+    assert_int_equal(whole.size, sizeof whole);
+    for (size_t size = 0; size <= sizeof box - 8; size++) {
+        memset(&box, 0x5A, sizeof box);
+        ctxkv_store_desc_init_sized(&box.desc, size);
+        for (size_t i = size < sizeof size ? 0 : size; i < sizeof box; i++)
+            assert_int_equal(box.bytes[i], 0x5A);
+        if (size < sizeof size) continue;
+        assert_int_equal(box.desc.size, size);
+        for (size_t i = sizeof size; i < size; i++)
+            assert_int_equal(box.bytes[i], i < sizeof whole ? ((unsigned char *)&whole)[i] : 0);
+    }
+    ctxkv_device *device;
+    ctxkv_store *store;
+    assert_int_equal(ctxkv_device_open("cpu", 0, &device), CTXKV_OK);
+    for (int longer = 0; longer < 2; longer++) {
+        size_t size = longer ? sizeof whole + 16 : offsetof(ctxkv_store_desc, k_scales);
+        memset(&box, 0x5A, sizeof box);
+        ctxkv_store_desc_init_sized(&box.desc, size);
+        box.desc.num_layers = box.desc.num_kv_heads = 1;
+        assert_int_equal(ctxkv_store_create(device, &box.desc, &store), CTXKV_OK);
+        ctxkv_store_destroy(store);
+    }
+    box.bytes[sizeof whole + 8] = 1;
+    assert_refused(
+        ctxkv_store_create(device, &box.desc, &store), CTXKV_UNSUPPORTED, "does not know");
+    ctxkv_device_close(device);
+}
+
 static void null_everything(void **state) {
     (void)state;
     ctxkv_device_options_init(0);
@@ -144,8 +181,11 @@ static void rope_refusals(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(status_list),           cmocka_unit_test(constants),
-        cmocka_unit_test(last_error_per_thread), cmocka_unit_test(null_everything),
+        cmocka_unit_test(status_list),
+        cmocka_unit_test(constants),
+        cmocka_unit_test(last_error_per_thread),
+        cmocka_unit_test(null_everything),
+        cmocka_unit_test(other_sizes_of_descriptors),
         cmocka_unit_test(rope_refusals),
     };
     return cmocka_run_group_tests(tests, 0, 0);

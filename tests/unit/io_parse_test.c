@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <cmocka.h>
@@ -19,6 +20,15 @@ static bool config_of(const char *text, io_config *config, io_error *error) {
 #define MUSE "\"hidden_size\": 8192, \"num_hidden_layers\": 5, \"num_key_value_heads\": 16"
 #define QWEN                                                                                       \
     "\"architectures\": [\"DFlashDraftModel\"], \"hidden_size\": 4096, \"num_hidden_layers\": 5"
+
+#define LAGUNA                                                                                     \
+    "\"architectures\": [\"DFlashLagunaForCausalLM\"], \"hidden_size\": 2048, "                    \
+    "\"num_hidden_layers\": 2, \"num_key_value_heads\": 8, \"head_dim\": 128"
+#define GEMMA                                                                                      \
+    "\"architectures\": [\"Gemma4DSparkModel\"], \"hidden_size\": 2560, \"num_hidden_layers\": "   \
+    "2, "                                                                                          \
+    "\"num_key_value_heads\": 8, \"head_dim\": 256, \"global_head_dim\": 512, "                    \
+    "\"num_global_key_value_heads\": 2"
 
 static void muse_defaults(void **state) {
     (void)state;
@@ -60,12 +70,76 @@ static void qwen3_kind(void **state) {
     assert_string_equal(config.rope_scaling, "yarn");
 }
 
+static void other_kinds(void **state) {
+    (void)state;
+    io_config config;
+    io_error error;
+    assert_true(config_of(
+        "{" LAGUNA ", \"layer_types\": [\"sliding_attention\", \"sliding_attention\"],"
+        "\"rope_parameters\": {\"full_attention\": {\"rope_theta\": 5}, \"sliding_attention\": "
+        "{\"rope_theta\": 7, \"partial_rotary_factor\": 0.5}}}",
+        &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_LAGUNA);
+    assert_int_equal(config.rotary_dim, 64);
+    assert_true(config.theta == 7.0f && config.neox);
+    assert_true(config_of(
+        "{" LAGUNA ", \"layer_types\": [\"sliding_attention\", \"sliding_attention\"],"
+        "\"rope_theta\": 3, \"swa_rope_parameters\": {\"rope_theta\": 9}}",
+        &config, &error));
+    assert_true(config.theta == 9.0f && config.rotary_dim == 128);
+    assert_true(config_of(
+        "{" GEMMA ", \"attention_k_eq_v\": true, \"rope_parameters\": {\"full_attention\": "
+        "{\"rope_type\": \"proportional\", \"partial_rotary_factor\": 0.25}}}",
+        &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_GEMMA4);
+    assert_int_equal(config.head_dim, 512);
+    assert_int_equal(config.kv_heads, 2);
+    assert_int_equal(config.rotary_dim, 512); // such a table spans the head
+    assert_string_equal(config.rope_scaling, "proportional");
+    assert_true(config_of(
+        "{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"is_neox_style\": false,"
+        "\"partial_rotary_factor\": 0.25, \"dflash_config\": {\"attention_value_scale\": 0.5}}",
+        &config, &error));
+    assert_true(!config.neox && config.rotary_dim == 32 && config.v_scale == 0.5f);
+    static const char *const qwen3[] = {
+        "DFlash2DraftModel", "Qwen3XPressModel", "LiLiCorrDraftModel", "MuseGlimmerAssistantModel"};
+    for (int i = 0; i < 4; ++i) {
+        char text[256];
+        snprintf(
+            text, sizeof text,
+            "{\"architectures\": [\"%s\"], \"hidden_size\": 64, \"num_hidden_layers\": 1, "
+            "\"num_key_value_heads\": 1, \"head_dim\": 64}",
+            qwen3[i]);
+        assert_true(config_of(text, &config, &error));
+        assert_int_equal(config.family, IO_FAMILY_QWEN3);
+    }
+}
+
 static void refused_configs(void **state) {
     (void)state;
     static const char *const cases[][2] = {
         {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 96}", "head_dim"},
-        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"is_neox_style\": false}",
-         "is_neox_style"},
+        {"{" LAGUNA ", \"is_neox_style\": false}", "is_neox_style is false, must be true"},
+        {"{" LAGUNA ", \"layer_types\": [\"full_attention\"]}", "layer_types"},
+        {"{" LAGUNA ", \"layer_types\": [\"full_attention\", \"sliding_attention\"]}",
+         "one type for all layers"},
+        {"{" GEMMA "}", "attention_k_eq_v is missing, must be true"},
+        {"{" GEMMA ", \"attention_k_eq_v\": true, \"layer_types\": [\"full_attention\", "
+         "\"sliding_attention\"]}",
+         "must be full_attention for every layer"},
+        {"{" LAGUNA ", \"partial_rotary_factor\": 0}", "partial_rotary_factor is 0, must be in"},
+        {"{" LAGUNA ", \"partial_rotary_factor\": 0.26}", "even number of columns"},
+        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"dflash_config\": "
+         "{\"attention_value_scale\": 0}}",
+         "attention_value_scale is 0, must be a finite number, not 0"},
+        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"rope_parameters\": "
+         "{\"full_attention\": {}}}",
+         "one set for all layers"},
+        {"{\"architectures\": [\"DSparkDraftModel\"]}", "MLA draft"},
+        {"{\"architectures\": [\"DSparkV41DraftModel\"]}", "MLA draft"},
+        {"{\"architectures\": [\"K3DSparkModel\"]}", "MLA draft"},
+        {"{\"architectures\": [\"Qwen3DSparkModel\"], \"model_type\": \"deepseek_v4\"}", "MLA"},
+        {"{\"architectures\": [\"DFlash2BeamDraftModel\"]}", "a kernel of its own"},
         {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"kv_lora_rank\": 512}",
          "kv_lora_rank"},
         {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"norm_affine\": false}",
@@ -143,7 +217,7 @@ static void csv_cells(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(muse_defaults), cmocka_unit_test(qwen3_kind),
-        cmocka_unit_test(refused_configs), cmocka_unit_test(index_names),
-        cmocka_unit_test(csv_cells)};
+        cmocka_unit_test(other_kinds),   cmocka_unit_test(refused_configs),
+        cmocka_unit_test(index_names),   cmocka_unit_test(csv_cells)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

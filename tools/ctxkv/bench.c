@@ -183,8 +183,11 @@ static int finish(bench *all, const void *old) {
     if (!matched) return cli_fail("--compare: %s holds none of these measurements", all->compare);
     if (!all->csv) {
         printf(
-            "%d of %d measurements slower than in %s by more than %g %%\n", slower, matched,
+            "%d of %d measurements slower than in %s by more than %g %%", slower, matched,
             all->compare, 100 * all->tolerance);
+        const char *other = bench_old_name(all, old);
+        if (other) printf(" (of another machine: %s)", other);
+        putchar('\n');
     }
     return slower ? 1 : 0;
 }

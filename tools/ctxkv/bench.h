@@ -46,6 +46,8 @@ bool bench_write_json(const bench *all);
 // Reads the old file early, so that a wrong name costs no measuring.
 bool bench_load_old(bench *all, void **old);
 void bench_match_old(bench_result *result, const void *old);
+// The machine of the old file where it is another one, else NULL.
+const char *bench_old_name(const bench *all, const void *old);
 void bench_free_old(void *old);
 
 #endif

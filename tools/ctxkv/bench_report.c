@@ -79,13 +79,13 @@ bool bench_write_json(const bench *all) {
         json_array_append_new(list, result_json(&all->results[i]));
     }
     json_t *root = json_pack(
-        "{s:s, s:s, s:s, s:s, s:i, s:s, s:b, s:f, s:f, s:f, s:f, s:o}", "version", ctxkv_version(),
-        "device", all->place.memory ? "cuda" : "cpu", "name", info->name, "tier",
+        "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:s, s:b, s:f, s:f, s:f, s:f, s:o}", "version",
+        ctxkv_version(), "device", all->place.memory ? "cuda" : "cpu", "name", info->name, "tier",
         all->place.memory ? "cuda" : cli_tier_name(info->cpu_used), "threads", info->threads,
-        "family", all->family ? "qwen3" : "muse", "checked",
-        !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS, "copy_gb_s",
-        all->copy, "read_gb_s", all->read, "gmac_s", all->rate, "empty_kernel_us", all->launch,
-        "results", list);
+        "driver", info->driver, "cublas", info->cublas, "family", all->family ? "qwen3" : "muse",
+        "checked", !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS,
+        "copy_gb_s", all->copy, "read_gb_s", all->read, "gmac_s", all->rate, "empty_kernel_us",
+        all->launch, "results", list);
     char *text = io_json_text(root, JSON_INDENT(2) | JSON_REAL_PRECISION(8));
     io_error error;
     if (!text) io_fail(&error, "%s", io_json_complete() ? "no JSON" : "out of memory for the JSON");
@@ -114,6 +114,11 @@ bool bench_load_old(bench *all, void **old) {
     if (!ok) json_decref(root);
     *old = ok ? root : NULL;
     return ok;
+}
+
+const char *bench_old_name(const bench *all, const void *old) {
+    const char *name = json_string_value(json_object_get(old, "name"));
+    return name && strcmp(name, all->place.info.name) ? name : NULL;
 }
 
 static bool same(const json_t *item, const char *key, int64_t value) {

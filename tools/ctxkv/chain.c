@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a draft's weights to a chain: descriptors of both families.
+// From a draft's weights to a chain: the descriptors of each family.
 #include <stdlib.h>
 
 #include "place.h"
@@ -21,20 +21,20 @@ static bool moved(cli_place *place, DLTensor *to, const DLTensor *from) {
 }
 
 static bool gather(parts *all, cli_place *place, const io_draft *draft) {
-    size_t layers = (size_t)draft->config.layers;
+    size_t layers = (size_t)draft->config.layers, weights = layers * (size_t)draft->parts;
     all->layer_norms = calloc(layers, sizeof *all->layer_norms);
-    all->weights = calloc(layers * 2, sizeof *all->weights);
+    all->weights = calloc(weights, sizeof *all->weights);
     all->copies = calloc(layers * 3, sizeof *all->copies);
     if (!all->layer_norms || !all->weights || !all->copies) {
         cli_fail("out of memory for the weights' addresses");
         return false;
     }
-    for (size_t i = 0; i < layers * 2; ++i) {
+    for (size_t i = 0; i < weights; ++i) {
         if (!moved(place, &all->copies[i], &draft->weights[i].tensor)) return false;
         all->weights[i] = &all->copies[i];
     }
     for (size_t i = 0; draft->layer_norms && i < layers; ++i) {
-        DLTensor *copy = &all->copies[layers * 2 + i];
+        DLTensor *copy = &all->copies[weights + i];
         if (!moved(place, copy, &draft->layer_norms[i].tensor)) return false;
         all->layer_norms[i] = copy;
     }
@@ -60,7 +60,10 @@ static void describe_norms(
     desc->num_layers = config->layers;
     desc->hidden = (ctxkv_norm){muse ? CTXKV_NORM_ROW : CTXKV_NORM_RMS, config->eps, centre, 0};
     desc->layer = desc->hidden;
-    if (!muse) desc->layer.kind = CTXKV_NORM_ABSENT;
+    if (config->family == IO_FAMILY_LAGUNA)
+        desc->hidden.kind = CTXKV_NORM_ABSENT;
+    else if (!muse)
+        desc->layer.kind = CTXKV_NORM_ABSENT;
     if (all->hidden.data) desc->hidden_weight = &all->hidden;
     if (draft->layer_norms) {
         desc->layer_weights = all->layer_norms;
@@ -69,11 +72,45 @@ static void describe_norms(
     desc->numerics = (ctxkv_numerics)options->numerics;
 }
 
-static void describe(
-    descriptors *desc, const parts *all, const io_draft *draft, const DLTensor *table,
-    const cli_options *options, int64_t max_rows, bool checked) {
+static void describe_store(
+    ctxkv_store_desc *desc, const parts *all, const io_draft *draft, const cli_store *store) {
     const io_config *config = &draft->config;
     bool muse = config->family == IO_FAMILY_MUSE;
+    ctxkv_store_desc_init(desc);
+    desc->num_layers = config->layers;
+    desc->num_kv_heads = draft->kv_heads;
+    desc->head_dim = config->head_dim;
+    desc->k_norm = muse ? CTXKV_K_NORM_PLAIN : CTXKV_K_NORM_RMS;
+    desc->k_eps = config->eps;
+    if (all->k_norm.data) desc->k_norm_weight = &all->k_norm;
+    if (store->tables) {
+        desc->rope = config->neox ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
+        desc->rotary_dim = config->rotary_dim;
+        if (store->table_count == 1) desc->cos_sin = store->tables[0];
+        if (store->table_count > 1) {
+            desc->layer_cos_sin = store->tables;
+            desc->layer_cos_sin_count = store->table_count;
+        }
+    }
+    desc->v_scale = config->v_scale;
+    if (draft->parts == 1) {
+        desc->v_from_k = 1;
+        desc->v_norm = CTXKV_V_NORM_RMS;
+        desc->v_eps = config->eps;
+    }
+    desc->cache_type = store->cache_type;
+    if (store->k_scales) {
+        desc->k_scales = store->k_scales;
+        desc->v_scales = store->v_scales;
+        desc->scale_count = config->layers;
+    }
+    desc->checked = store->checked;
+}
+
+static void describe(
+    descriptors *desc, const parts *all, const io_draft *draft, const cli_store *store,
+    const cli_options *options, int64_t max_rows) {
+    const io_config *config = &draft->config;
     describe_norms(&desc->norms, all, draft, options);
     ctxkv_projection_desc_init(&desc->projection);
     desc->projection.hidden_size = config->hidden_size;
@@ -81,20 +118,13 @@ static void describe(
     desc->projection.num_kv_heads = draft->kv_heads;
     desc->projection.head_dim = config->head_dim;
     desc->projection.weights = all->weights;
-    desc->projection.weight_count = config->layers * 2;
+    desc->projection.weight_count = config->layers * draft->parts;
+    desc->projection.k_only = draft->parts == 1;
     if (all->bias.data) desc->projection.bias = &all->bias;
+    if (config->family == IO_FAMILY_LAGUNA) desc->projection.bias_add = CTXKV_BIAS_AFTER;
     desc->projection.mode = (ctxkv_projection_mode)options->projection;
     desc->projection.max_rows = max_rows;
-    ctxkv_store_desc_init(&desc->store);
-    desc->store.num_layers = config->layers;
-    desc->store.num_kv_heads = draft->kv_heads;
-    desc->store.head_dim = config->head_dim;
-    desc->store.k_norm = muse ? CTXKV_K_NORM_PLAIN : CTXKV_K_NORM_RMS;
-    desc->store.k_eps = config->eps;
-    if (all->k_norm.data) desc->store.k_norm_weight = &all->k_norm;
-    desc->store.rope = !table ? CTXKV_ROPE_NONE : muse ? CTXKV_ROPE_GPTJ : CTXKV_ROPE_NEOX;
-    desc->store.cos_sin = table;
-    desc->store.checked = checked;
+    describe_store(&desc->store, all, draft, store);
     ctxkv_chain_desc_init(&desc->chain);
     desc->chain.norms = &desc->norms;
     desc->chain.projection = &desc->projection;
@@ -103,13 +133,13 @@ static void describe(
 }
 
 bool cli_chain_make(
-    ctxkv_chain **chain, cli_place *place, const io_draft *draft, const DLTensor *table,
-    const cli_options *options, int64_t max_rows, bool checked) {
+    ctxkv_chain **chain, cli_place *place, const io_draft *draft, const cli_store *store,
+    const cli_options *options, int64_t max_rows) {
     parts all = {0};
     bool ok = gather(&all, place, draft);
     if (ok) {
         descriptors desc;
-        describe(&desc, &all, draft, table, options, max_rows, checked);
+        describe(&desc, &all, draft, store, options, max_rows);
         ok = !ctxkv_chain_create(place->device, &desc.chain, chain);
         if (!ok) cli_fail_status("the chain cannot be made");
     }

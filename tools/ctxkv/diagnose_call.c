@@ -158,8 +158,29 @@ static bool make_gains(dg_call *call) {
     return true;
 }
 
+// The search's arithmetic is that of the two families with BF16 caches and one table.
+static bool known(const dg_call *call) {
+    const io_config *config = &call->draft.config;
+    const io_context *context = &call->context;
+    const char *what = config->family == IO_FAMILY_LAGUNA || config->family == IO_FAMILY_GEMMA4
+                           ? "drafts of Laguna and Gemma 4"
+                       : config->rotary_dim != config->head_dim             ? "partial RoPE"
+                       : config->v_scale != 0                               ? "a scale of V"
+                       : config->family == IO_FAMILY_QWEN3 && !config->neox ? "GPT-J pairs"
+                       : context->table_lists > 1 ? "a table for each layer"
+                       : context->cos_sin && context->table_dtype != IO_BF16
+                           ? "a table that is not BF16"
+                       : context->k_scales ? "FP8 caches"
+                                           : NULL;
+    if (what) {
+        cli_fail("%s: diagnose does not search %s: use ctxkv run and verify", call->model, what);
+    }
+    return !what;
+}
+
 static bool set_base(dg_call *call) {
     const io_config *config = &call->draft.config;
+    if (!known(call)) return false;
     bool muse = config->family == IO_FAMILY_MUSE, given = call->context.cos_sin != NULL;
     if (config->rope && !given && (config->rope_scaling[0] || !config->max_position)) {
         cli_fail(

@@ -143,21 +143,37 @@ void cli_tensor_set(
         .strides = tensor->strides};
 }
 
-void cli_cache_view(
-    cli_tensor *tensor, const cli_place *place, void *storage, int64_t blocks, int64_t heads,
-    int64_t block_size, int64_t dim, int part) {
-    const int64_t shape[4] = {blocks, block_size, heads, dim};
-    const int64_t strides[4] = {heads * block_size * 2 * dim, 2 * dim, block_size * 2 * dim, 1};
-    cli_tensor_set(tensor, place, (uint16_t *)storage + part * dim, CLI_BF16, 4, shape);
+const char *const cli_cache_names[] = {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2", NULL};
+
+DLDataType cli_cache_dtype(ctxkv_cache_type type) {
+    static const DLDataType types[] = {
+        {kDLBfloat, 16, 1}, {kDLFloat, 16, 1}, {kDLFloat8_e4m3fn, 8, 1}, {kDLFloat8_e5m2, 8, 1}};
+    return types[type];
+}
+
+// A layer's storage [blocks, heads, block_size, 2*dim] as K (part 0) or V (part 1).
+static void cache_view(
+    cli_tensor *tensor, const cli_place *place, const cli_caches *c, void *storage, int part) {
+    const int64_t shape[4] = {c->blocks, c->block_size, c->heads, c->dim};
+    const int64_t strides[4] = {
+        c->heads * c->block_size * 2 * c->dim, 2 * c->dim, c->block_size * 2 * c->dim, 1};
+    DLDataType dtype = cli_cache_dtype(c->type);
+    char *first = (char *)storage + part * c->dim * (dtype.bits / 8);
+    cli_tensor_set(tensor, place, first, dtype, 4, shape);
     memcpy(tensor->strides, strides, sizeof strides);
 }
 
 bool cli_caches_make(
     cli_caches *caches, cli_place *place, int64_t layers, int64_t blocks, int64_t heads,
     int64_t block_size, int64_t dim, uint8_t fill) {
-    *caches = (cli_caches){layers, blocks, heads, block_size, dim, 0, NULL, NULL, NULL, NULL};
-    size_t count = (size_t)layers;
-    caches->bytes = (size_t)(blocks * heads * block_size * dim) * 4;
+    *caches = (cli_caches){layers, blocks, heads, block_size, dim, CTXKV_CACHE_BF16, 0, 0, 0, 0, 0};
+    return cli_caches_make_as(caches, place, fill);
+}
+
+bool cli_caches_make_as(cli_caches *caches, cli_place *place, uint8_t fill) {
+    size_t count = (size_t)caches->layers, item = cli_cache_dtype(caches->type).bits / 8;
+    caches->bytes =
+        (size_t)(caches->blocks * caches->heads * caches->block_size * caches->dim) * 2 * item;
     caches->storage = calloc(count, sizeof *caches->storage);
     caches->views = calloc(count * 2, sizeof *caches->views);
     caches->keys = calloc(count, sizeof *caches->keys);
@@ -174,7 +190,7 @@ bool cli_caches_make(
         if (ok && !image) memset(storage, fill, caches->bytes);
         for (int part = 0; part < 2 && ok; ++part) {
             cli_tensor *view = &caches->views[2 * i + (size_t)part];
-            cli_cache_view(view, place, storage, blocks, heads, block_size, dim, part);
+            cache_view(view, place, caches, storage, part);
             (part ? caches->values : caches->keys)[i] = &view->tensor;
         }
     }

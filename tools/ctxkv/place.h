@@ -44,29 +44,38 @@ typedef struct cli_tensor {
 void cli_tensor_set(
     cli_tensor *tensor, const cli_place *place, const void *data, DLDataType dtype, int rank,
     const int64_t *shape);
-// Views of one layer's storage [blocks, heads, block_size, 2*dim] as K (part 0) or V (part 1).
-void cli_cache_view(
-    cli_tensor *tensor, const cli_place *place, void *storage, int64_t blocks, int64_t heads,
-    int64_t block_size, int64_t dim, int part);
+extern const char *const cli_cache_names[]; // "bf16", ...: by ctxkv_cache_type; NULL-terminated
+DLDataType cli_cache_dtype(ctxkv_cache_type type);
 
 // The caches of all layers: storage, and the views that a plan is bound to.
 typedef struct cli_caches {
     int64_t layers, blocks, heads, block_size, dim;
+    ctxkv_cache_type type;
     size_t bytes; // of one layer
     void **storage;
     cli_tensor *views; // [2*L]
     const DLTensor **keys, **values;
 } cli_caches;
 
-// Fills every layer with the byte.
+// Of caches' numbers and type; fills every layer with the byte.
+bool cli_caches_make_as(cli_caches *caches, cli_place *place, uint8_t fill);
+// The same of BF16.
 bool cli_caches_make(
     cli_caches *caches, cli_place *place, int64_t layers, int64_t blocks, int64_t heads,
     int64_t block_size, int64_t dim, uint8_t fill);
 void cli_caches_free(cli_caches *caches);
 
-// The chain of a draft; table may be NULL (no RoPE).
+// What a chain's store takes beside the draft.
+typedef struct cli_store {
+    const DLTensor *const *tables; // NULL: no RoPE
+    int64_t table_count;           // 1 or L
+    ctxkv_cache_type cache_type;
+    const DLTensor *const *k_scales, *const *v_scales; // L, or NULL: all 1
+    bool checked;
+} cli_store;
+
 bool cli_chain_make(
-    ctxkv_chain **chain, cli_place *place, const io_draft *draft, const DLTensor *table,
-    const cli_options *options, int64_t max_rows, bool checked);
+    ctxkv_chain **chain, cli_place *place, const io_draft *draft, const cli_store *store,
+    const cli_options *options, int64_t max_rows);
 
 #endif

@@ -6,7 +6,7 @@
 
 #include "context.h"
 #include "crc32.h"
-#include "place.h"
+#include "tables.h"
 
 #define ROWS_AT_ONCE 256 // on a CPU
 #define ROWS_AT_ONCE_GPU 8192
@@ -16,6 +16,7 @@ typedef struct run_args {
     cli_options options;
     const char *model, *context, *out;
     int64_t block_size, num_blocks, tp_size, tp_rank;
+    int cache_type; // ctxkv_cache_type
     bool checked;
 } run_args;
 
@@ -26,14 +27,13 @@ typedef struct job {
     cli_place place;
     cli_caches caches;
     ctxkv_chain *chain;
-    int64_t blocks, table_rows;
-    uint16_t *made_table; // from theta
-    cli_tensor table;
-    uint16_t **images; // each layer's cache in host memory
+    int64_t blocks;
+    cli_tables tables;
+    void **images; // each layer's cache in host memory
     ctxkv_faults faults;
 } job;
 
-enum { KEY_BLOCK = 300, KEY_BLOCKS, KEY_TP_SIZE, KEY_TP_RANK, KEY_CHECKED };
+enum { KEY_BLOCK = 300, KEY_BLOCKS, KEY_TP_SIZE, KEY_TP_RANK, KEY_CHECKED, KEY_CACHE };
 
 static error_t parse_end(const run_args *args) {
     const char *option = !args->model ? "--model" : !args->context ? "--context" : "--out";
@@ -67,6 +67,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_integer("--tp-size", text, 1, 65536, &args->tp_size);
     case KEY_TP_RANK:
         return cli_integer("--tp-rank", text, 0, 65535, &args->tp_rank);
+    case KEY_CACHE:
+        return cli_choice("--cache-type", text, cli_cache_names, &args->cache_type);
     case KEY_CHECKED:
         args->checked = true;
         return 0;
@@ -89,6 +91,8 @@ static const struct argp_option options[] = {
     {"num-blocks", KEY_BLOCKS, "N", 0, "Blocks of a cache (default: as many as the slots need)", 1},
     {"tp-size", KEY_TP_SIZE, "N", 0, "Tensor-parallel ranks (default 1)", 1},
     {"tp-rank", KEY_TP_RANK, "R", 0, "The rank whose heads are computed (default 0)", 1},
+    {"cache-type", KEY_CACHE, "TYPE", 0,
+     "What the caches hold: bf16 (default), fp16, fp8_e4m3 or fp8_e5m2", 1},
     {"checked", KEY_CHECKED, NULL, 0,
      "Fail, writing nothing, where a slot or position is out of range, instead of skipping the row",
      1},
@@ -104,8 +108,8 @@ static const struct argp run_argp = {
     .children = children,
     .doc =
         "Computes the context K/V chain of a draft checkpoint on a batch of context rows and "
-        "writes every layer's cache, BF16 [num_blocks, heads, block_size, 2*head_dim] (K, then "
-        "V), all of it or nothing. Places that no slot addresses are zero. Prints for each layer "
+        "writes every layer's cache, [num_blocks, heads, block_size, 2*head_dim] (K, then V), all "
+        "of it or nothing. Places that no slot addresses are zero. Prints for each layer "
         "the CRC-32 of its cache and the rows stored, then the rows skipped. Without "
         "slot_mapping row t goes to slot t."};
 
@@ -121,7 +125,8 @@ static bool choose_blocks(job *job) {
         if (context->slots[i] > largest) largest = context->slots[i];
     }
     job->blocks = args->num_blocks ? args->num_blocks : largest < 0 ? 1 : largest / size + 1;
-    int64_t bytes = size * job->draft.kv_heads * job->draft.config.head_dim * 4;
+    int64_t item = cli_cache_dtype((ctxkv_cache_type)args->cache_type).bits / 8;
+    int64_t bytes = size * job->draft.kv_heads * job->draft.config.head_dim * 2 * item;
     bool ok = !__builtin_mul_overflow(bytes, job->draft.config.layers, &bytes) &&
               !__builtin_mul_overflow(bytes, job->blocks, &bytes);
     if (args->num_blocks) {
@@ -136,63 +141,26 @@ static bool choose_blocks(job *job) {
     return false;
 }
 
-// Only rows of the table that a position in range names are computed; the others stay zero and
-// are never read.
-static bool make_table(job *job) {
-    const io_config *config = &job->draft.config;
-    const io_context *context = &job->context;
-    if (!config->rope) return true;
-    const uint16_t *rows = context->cos_sin;
-    job->table_rows = rows ? context->table_rows : config->max_position;
-    const int64_t shape[2] = {job->table_rows, config->head_dim};
-    if (!rows) {
-        if (config->rope_scaling[0]) {
-            cli_fail(
-                "%s/config.json: RoPE of type '%s' needs its table: cos_sin_cache must be in %s",
-                job->args->model, config->rope_scaling, job->args->context);
-            return false;
-        }
-        if (!job->table_rows) {
-            cli_fail(
-                "%s/config.json: max_position_embeddings is missing, must be given for RoPE",
-                job->args->model);
-            return false;
-        }
-        int64_t used = 1;
-        for (int64_t t = 0; t < context->rows; ++t) {
-            int64_t position = context->positions[t];
-            if (position < job->table_rows && position >= used) used = position + 1;
-        }
-        job->made_table = calloc((size_t)(shape[0] * shape[1]), sizeof *job->made_table);
-        if (!job->made_table) {
-            cli_fail("out of memory for a table of %" PRId64 " positions", shape[0]);
-            return false;
-        }
-        cli_tensor part;
-        const cli_place host = {.where = {kDLCPU, 0}};
-        cli_tensor_set(&part, &host, job->made_table, CLI_BF16, 2, (int64_t[]){used, shape[1]});
-        if (ctxkv_rope_table(config->theta, config->head_dim, used, &part.tensor)) {
-            cli_fail_status("rope_theta");
-            return false;
-        }
-        rows = job->made_table;
-    }
-    // made_table is the job's: run() frees it.
-    size_t bytes = (size_t)(shape[0] * shape[1]) * 2;
-    void *data = cli_share(&job->place, rows, bytes); // NOLINT(clang-analyzer-unix.Malloc)
-    cli_tensor_set(&job->table, &job->place, data, CLI_BF16, 2, shape);
-    return data != NULL;
-}
-
 static bool bind(job *job, int64_t chunk) {
     const io_config *config = &job->draft.config;
-    const DLTensor *table = config->rope ? &job->table.tensor : NULL;
-    if (!cli_caches_make(
-            &job->caches, &job->place, config->layers, job->blocks, job->draft.kv_heads,
-            job->args->block_size, config->head_dim, 0) ||
-        !cli_chain_make(
-            &job->chain, &job->place, &job->draft, table, &job->args->options, chunk,
-            job->args->checked)) {
+    const run_args *args = job->args;
+    const DLTensor **scales = job->tables.scales;
+    const cli_store store = {
+        .tables = job->tables.tables,
+        .table_count = job->tables.count,
+        .cache_type = (ctxkv_cache_type)args->cache_type,
+        .k_scales = scales,
+        .v_scales = scales ? scales + config->layers : NULL,
+        .checked = args->checked};
+    job->caches = (cli_caches){
+        .layers = config->layers,
+        .blocks = job->blocks,
+        .heads = job->draft.kv_heads,
+        .block_size = args->block_size,
+        .dim = config->head_dim,
+        .type = store.cache_type};
+    if (!cli_caches_make_as(&job->caches, &job->place, 0) ||
+        !cli_chain_make(&job->chain, &job->place, &job->draft, &store, &args->options, chunk)) {
         return false;
     }
     if (!ctxkv_chain_bind_caches(
@@ -304,6 +272,7 @@ static bool fetch(job *job) {
 }
 
 static bool write_out(job *job) {
+    static const io_dtype dtypes[] = {IO_BF16, IO_F16, IO_F8_E4M3, IO_F8_E5M2};
     size_t layers = (size_t)job->draft.config.layers;
     io_entry *entries = calloc(layers, sizeof *entries);
     io_error error = {"out of memory for the output's head"};
@@ -311,7 +280,7 @@ static bool write_out(job *job) {
     for (size_t i = 0; ok && i < layers; ++i) {
         io_entry *entry = &entries[i];
         *entry = (io_entry){
-            .dtype = IO_BF16,
+            .dtype = dtypes[job->args->cache_type],
             .rank = 4,
             .shape = {job->blocks, job->caches.heads, job->caches.block_size, 2 * job->caches.dim},
             .data = job->images[i]};
@@ -330,7 +299,7 @@ static int64_t rows_stored(const job *job, int64_t layer) {
     for (int64_t t = 0; t < job->context.slot_rows; ++t) {
         if (slots[t] < 0 || slots[t] >= limit) continue;
         int64_t position = job->context.positions ? job->context.positions[t] : 0;
-        count += !job->draft.config.rope || (position >= 0 && position < job->table_rows);
+        count += !job->draft.config.rope || (position >= 0 && position < job->tables.rows);
     }
     return count;
 }
@@ -375,8 +344,17 @@ static int execute(job *job) {
         !probe_output(args->out, &error)) {
         return cli_fail("%s", error.text);
     }
+    bool fp8 = args->cache_type >= CTXKV_CACHE_FP8_E4M3;
+    if (job->context.k_scales && !fp8) {
+        return cli_fail(
+            "%s: k_scales are given, --cache-type is %s, must be fp8_e4m3 or fp8_e5m2",
+            args->context, cli_cache_names[args->cache_type]);
+    }
     bool ok = choose_blocks(job) && cli_place_open(&job->place, &args->options) &&
-              make_table(job) && compute(job) && fetch(job) && write_out(job);
+              cli_tables_make(
+                  &job->tables, &job->place, &job->draft.config, &job->context, args->model,
+                  args->context) &&
+              compute(job) && fetch(job) && write_out(job);
     if (ok) report(job);
     return ok ? 0 : 2;
 }
@@ -395,7 +373,7 @@ static int run(void *input) {
         free(job.images[i]);
     }
     free(job.images);
-    free(job.made_table);
+    cli_tables_free(&job.tables);
     cli_caches_free(&job.caches);
     if (job.place.device) cli_place_close(&job.place);
     io_context_close(&job.context);

@@ -33,6 +33,17 @@ static const struct argp verify_argp = {
     .doc = "Compares two files written by `ctxkv run' bit by bit. Exits with 1 at a difference, "
            "after telling the first one and the counts."};
 
+static bool is_cache(io_dtype dtype) {
+    return dtype == IO_BF16 || dtype == IO_F16 || dtype == IO_F8_E4M3 || dtype == IO_F8_E5M2 ||
+           dtype == IO_U8;
+}
+
+// FP8 may stand as the bytes that it is.
+static bool alike(io_dtype a, io_dtype b) {
+    bool one = io_dtype_bits(a) == 8 && io_dtype_bits(b) == 8;
+    return a == b || (one && (a == IO_U8 || b == IO_U8));
+}
+
 // The number of layers kv_cache.0, 1, ... checked; -1 after cli_fail.
 static int64_t count_layers(const io_safetensors *file) {
     int64_t layers = 0;
@@ -41,10 +52,10 @@ static int64_t count_layers(const io_safetensors *file) {
         snprintf(name, sizeof name, "kv_cache.%" PRId64, layers);
         const io_tensor *tensor = io_safetensors_find(file, name);
         if (!tensor) break;
-        if (tensor->dtype != IO_BF16 || tensor->rank != 4 || tensor->shape[3] % 2) {
+        if (!is_cache(tensor->dtype) || tensor->rank != 4 || tensor->shape[3] % 2) {
             cli_fail(
-                "%s: tensor '%s' is %s %s, must be BF16 [num_blocks, heads, block_size, "
-                "2*head_dim]",
+                "%s: tensor '%s' is %s %s, must be BF16, F16, F8_E4M3, F8_E5M2 or U8 "
+                "[num_blocks, heads, block_size, 2*head_dim]",
                 file->path, name, io_dtype_name(tensor->dtype),
                 io_shape(tensor->shape, tensor->rank).text);
             return -1;
@@ -55,33 +66,39 @@ static int64_t count_layers(const io_safetensors *file) {
     return -1;
 }
 
-static uint16_t word(const uint8_t *data, uint64_t index) {
-    uint16_t value;
-    memcpy(&value, data + 2 * index, sizeof value);
+static uint16_t word(const io_tensor *tensor, uint64_t index) {
+    uint16_t value = 0;
+    size_t item = (size_t)io_dtype_bits(tensor->dtype) / 8;
+    memcpy(&value, tensor->data + item * index, item);
     return value;
+}
+
+static uint64_t elements(const io_tensor *tensor) {
+    return tensor->bytes * 8 / (uint64_t)io_dtype_bits(tensor->dtype);
 }
 
 static void tell_first(int64_t layer, const io_tensor *a, const io_tensor *b, uint64_t index) {
     uint64_t width = (uint64_t)a->shape[3], half = width / 2;
     uint64_t size = (uint64_t)a->shape[2], heads = (uint64_t)a->shape[1];
+    int digits = (int)io_dtype_bits(a->dtype) / 4;
     // An element differs, so no extent is 0.
     uint64_t column = index % width, row = index / width; // NOLINT(clang-analyzer-core.DivideZero)
     uint64_t offset = row % size, head = row / size;      // NOLINT(clang-analyzer-core.DivideZero)
     printf(
         "differ: first at layer %" PRId64 ", block %" PRIu64 ", offset %" PRIu64 ", head %" PRIu64
-        ", %s, column %" PRIu64 ": A has 0x%04x, B has 0x%04x\n",
+        ", %s, column %" PRIu64 ": A has 0x%0*x, B has 0x%0*x\n",
         layer, head / heads, offset, head % heads, column < half ? "K" : "V",
-        column - (column < half ? 0 : half), word(a->data, index), word(b->data, index));
+        column - (column < half ? 0 : half), digits, word(a, index), digits, word(b, index));
 }
 
 // Counts differing elements of one layer; tells the first if none was told before.
 static uint64_t compare_layer(
     int64_t layer, const io_tensor *a, const io_tensor *b, bool *told, uint64_t parts[2]) {
-    uint64_t width = (uint64_t)a->shape[3], total = a->bytes / 2, count = 0;
+    uint64_t width = (uint64_t)a->shape[3], total = elements(a), count = 0;
     parts[0] = parts[1] = 0;
     if (!total || !memcmp(a->data, b->data, a->bytes)) return 0;
     for (uint64_t i = 0; i < total; ++i) {
-        if (word(a->data, i) == word(b->data, i)) continue;
+        if (word(a, i) == word(b, i)) continue;
         if (!*told) tell_first(layer, a, b, i);
         *told = true;
         ++count;
@@ -103,6 +120,11 @@ static int compare(const io_safetensors *a, const io_safetensors *b) {
         snprintf(name, sizeof name, "kv_cache.%" PRId64, layer);
         const io_tensor *left = io_safetensors_find(a, name);
         const io_tensor *right = io_safetensors_find(b, name);
+        if (!alike(left->dtype, right->dtype)) {
+            return cli_fail(
+                "%s: tensor '%s' is %s, must be %s as in %s", b->path, name,
+                io_dtype_name(right->dtype), io_dtype_name(left->dtype), a->path);
+        }
         if (memcmp(left->shape, right->shape, 4 * sizeof *left->shape)) {
             return cli_fail(
                 "%s: tensor '%s' has shape %s, must be %s as in %s", b->path, name,
@@ -120,9 +142,9 @@ static int compare(const io_safetensors *a, const io_safetensors *b) {
             printf(
                 "layer %" PRId64 ": %" PRIu64 " of %" PRIu64 " elements differ (K %" PRIu64
                 ", V %" PRIu64 ")\n",
-                layer, count, left->bytes / 2, parts[0], parts[1]);
+                layer, count, elements(left), parts[0], parts[1]);
         }
-        total += left->bytes / 2;
+        total += elements(left);
         differing += count;
     }
     if (!differing) {

@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The Qwen3 family (SPEC 5) beside vLLM's stock chain on one GPU, in one process, on the same inputs.
+
+usage: weighted_bench.py --library libctxkv.so [--peers DIR --kernels DIR] [--out h200_qwen3.json]
+--peers: the folder with peers.py and weighted.py (the stock chain), --kernels: the device code they
+were told to build. Medians of graph replays in microseconds; rows, weights and outputs rotate past
+the L2 cache; L = 5, head_dim 128. Bits are compared before anything is timed: norm and store with
+stock's; a whole chain with stock's where cuBLAS keeps K whole, else (8 ranks: N = 1280, where
+stock's bits change with T) with our exact kernel's, and how many of stock's values differ is said.
+"""
+import argparse
+import json
+import os
+import sys
+import time
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from gpu_bench import BYTES_PER_S, OPERATIONS_PER_S, ROOT, ROWS, limits, measure  # noqa: E402
+
+L, HEAD, EPS, POSITIONS, PAGE = 5, 128, 1e-6, 40960, 16
+SHAPES = {"Qwen3-8B": (4096, 8), "Qwen3-4B": (2560, 8), "Qwen3-8B, 8 ranks": (4096, 1)}
+
+
+class Operands:
+    def __init__(self, D, H, T):
+        self.D, self.H, self.T = D, H, T
+        self.N = N = L * 2 * H * HEAD
+        self.sets = max(1, min(24, 300 * 2**20 // (N * D * 2 + T * (4 * D + 4 * N))))
+        self.sets = max(self.sets, 1 + 100 * 2**20 // (N * D * 2))  # the weights alone pass the L2
+        rand = lambda *s: torch.randn(*s, device="cuda")  # noqa: E731
+        self.x = [rand(T, D).bfloat16() for _ in range(self.sets)]
+        self.w = [(rand(N, D) / 60).bfloat16() for _ in range(self.sets)]
+        self.flat = [rand(T, N).bfloat16() for _ in range(self.sets)]
+        self.normed = [rand(T, D).bfloat16() for _ in range(self.sets)]
+        blocks = max(2 * T // PAGE, 64)
+        self.caches = [torch.zeros(blocks, H, PAGE, 2 * HEAD, device="cuda", dtype=torch.bfloat16)
+                       for _ in range(L)]
+        self.slots = [[torch.randperm(blocks * PAGE, device="cuda")[:T].contiguous()
+                       for _ in range(L)] for _ in range(self.sets)]
+        self.positions = torch.randint(0, POSITIONS, (T,), device="cuda")
+        self.norm_weight = (1 + rand(D) / 8).bfloat16()
+        self.k_weight = (1 + rand(L, HEAD) / 8).bfloat16()
+        self.table = rand(POSITIONS, HEAD).bfloat16()
+
+
+class Ours:
+    """The plans, and run[op](i): one call of the op on set i."""
+    def __init__(self, Q, device, o):
+        self.Q, self.device, self.o, self.plans = Q, device, o, []
+        norms, store = device.norms(*self.norm(), **self.weights()), device.store(*self.kind()[0],
+                                                                                 **self.kind()[1])
+        Q.bind(store, *Q.split(o.caches, HEAD))
+        projections = [device.projection(w, L, o.H, HEAD, o.D, max_rows=o.T) for w in o.w]
+        self.plans += [norms, store, *projections]
+        views = [f.view(o.T, L, 2, o.H, HEAD).permute(2, 1, 0, 3, 4) for f in o.flat]
+        rows = [f.view(o.T, L, -1).transpose(0, 1) for f in o.flat]
+        chains, parts = self.chains(o.sets, None), self.chains(o.sets, "none")
+        calls = [Q.chain_call(o.x[i], o.positions, o.slots[i]) for i in range(o.sets)]
+        self.run = dict(
+            norm=lambda i: Q.run_norms(norms, o.x[i], o.normed[i].unsqueeze(0)),
+            projection=lambda i: Q.run_projection(projections[i], o.normed[i].unsqueeze(0), rows[i]),
+            store=lambda i: Q.run_store(store, views[i][0], views[i][1], o.positions, o.slots[i]),
+            chain=lambda i: Q.run_call(chains[i], calls[i]),
+            parts=lambda i: Q.run_call(parts[i], calls[i]))
+        self.calls = calls
+
+    def norm(self):
+        return (self.Q.RMS, EPS, 0, 0), (self.Q.ABSENT, 0, 0, 0), L, self.o.D
+
+    def weights(self):
+        return dict(hw=self.o.norm_weight)
+
+    def kind(self):
+        o = self.o
+        return (L, o.H, HEAD), dict(k_norm=self.Q.K_RMS, eps=EPS, weight=o.k_weight,
+                                    rope=self.Q.NEOX, table=o.table)
+
+    def chains(self, count, ways, mode=None):
+        """Plans by the ways CTXKV_CHAIN_WAYS names (None: all)."""
+        device, o, made = self.device, self.o, []
+        if ways is not None:
+            os.environ["CTXKV_CHAIN_WAYS"] = ways
+        for w in o.w[:count]:
+            mode_ = self.Q.AUTO if mode is None else mode
+            made.append(device.chain(
+                device.norms_desc(*self.norm(), **self.weights()),
+                device.projection_desc(w, L, o.H, HEAD, o.D, mode=mode_),
+                device.store_desc(*self.kind()[0], **self.kind()[1]), o.T))
+            self.Q.bind(made[-1], *self.Q.split(o.caches, HEAD))
+        os.environ.pop("CTXKV_CHAIN_WAYS", None)
+        self.plans += made
+        return made
+
+    def close(self):
+        for plan in self.plans:
+            plan.close()
+
+
+def stock(S, o):
+    """vLLM's kernels on the same operands, as S (weighted.py) runs them."""
+    args = lambda i: (o.positions, o.slots[i], o.table, o.k_weight, o.caches, EPS)  # noqa: E731
+    return dict(
+        norm=lambda i: S.rms(o.x[i], o.norm_weight, EPS),
+        store=lambda i: S.store(o.flat[i], L, o.H, HEAD, *args(i)),
+        chain=lambda i: S.chain(o.x[i], o.norm_weight, o.w[i], L, o.H, HEAD, *args(i)))
+
+
+def floors(o, bandwidth, rate):
+    """The least time of the bytes (or operations) of each op, in microseconds."""
+    T, N, D = o.T, o.N, o.D
+    weights, math = N * D * 2 / bandwidth, 2 * T * N * D / rate
+    all_bytes = dict(norm=T * D * 4, store=T * N * 4, projection=T * (D + N) * 2, chain=T * (D + N) * 2)
+    least = {k: v / bandwidth for k, v in all_bytes.items()}
+    for op in ("projection", "chain"):
+        least[op] = max(least[op] + weights, math)
+    return {k: v * 1e6 for k, v in least.items()}
+
+
+def differing(a, b):
+    return sum(int((p.view(torch.int16) != q.view(torch.int16)).sum()) for p, q in zip(a, b))
+
+
+def stored(o, run):
+    for c in o.caches:
+        c.view(torch.int16).fill_(0x5A5A)
+    torch.cuda.synchronize()
+    run(0)
+    torch.cuda.synchronize()
+    return [c.clone() for c in o.caches]
+
+
+def wrong_ops(Q, S, ours, other, o, name):
+    """Names of our ops whose bits are not the reference's."""
+    wrong, exact = [], ours.chains(1, "none", Q.EXACT)[0]
+    want = stored(o, lambda i: Q.run_call(exact, ours.calls[0]))
+    for op in ("chain", "parts"):
+        if differing(stored(o, ours.run[op]), want):
+            wrong.append(op)
+    if S:
+        ours.run["norm"](0)
+        if differing([other["norm"](0)], [o.normed[0]]):
+            wrong.append("norm")
+        if differing(stored(o, other["store"]), stored(o, ours.run["store"])):
+            wrong.append("store")
+        by_stock = differing(stored(o, other["chain"]), want)
+        total = 2 * o.T * o.N // 2
+        print(f"bits {name} T={o.T}: stock's chain differs from the exact one in {by_stock} of {total}",
+              flush=True)
+        if by_stock and o.N >= 5120:
+            wrong.append("stock")
+    for op in wrong:
+        print(f"DIFFERS: {op} {name} T={o.T}", flush=True)
+    return wrong
+
+
+def one_size(Q, S, device, name, T, limit, result):
+    D, H = SHAPES[name]
+    o = Operands(D, H, T)
+    ours, floor = Ours(Q, device, o), floors(o, *limit)
+    other = stock(S, o) if S else {}
+    cublas = lambda i: torch.mm(o.normed[i], o.w[i].t(), out=o.flat[i])  # noqa: E731
+    wrong = wrong_ops(Q, S, ours, other, o, name)
+    for op in ("chain", "norm", "projection", "store"):
+        count = max(o.sets, 24 if T <= 1024 else 4)
+        full = {}
+        if op not in wrong:
+            full["ctxkv"] = measure(ours.run[op], o.sets, count)
+        if op == "chain" and "parts" not in wrong:
+            full["ctxkv_parts"] = measure(ours.run["parts"], o.sets, count)
+        if op in other:
+            full["stock"] = measure(other[op], o.sets, count)
+        if op == "projection":
+            full["cublas"] = measure(cublas, o.sets, count)
+        us = {k: round(v[0], 3) for k, v in full.items()}
+        us["floor"] = round(floor[op], 3)
+        spread = {k: [round(v[1], 3), round(v[2], 3)] for k, v in full.items()}
+        result["rows"].append(dict(op=op, family="qwen3", shape=name, hidden_size=D, heads=H, rows=T,
+                                   us=us, spread=spread))
+        peer = us.get("stock", us.get("cublas"))
+        print(f"ratios {op} {name} T={T}: " + " ".join(f"{k} {v:.2f}" for k, v in us.items()) +
+              (f" = {us['ctxkv'] / peer:.3f} of the peer" if peer and "ctxkv" in us else ""), flush=True)
+    ours.close()
+    return len(wrong)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--library", required=True)
+    p.add_argument("--peers")
+    p.add_argument("--kernels")
+    p.add_argument("--out", default="h200_qwen3.json")
+    p.add_argument("--shapes", default=";".join(SHAPES))
+    p.add_argument("--seconds", type=float, default=1e9, help="begin no size after so long")
+    p.add_argument("--rows", default=",".join(map(str, ROWS)))
+    args = p.parse_args()
+    sys.path.insert(0, os.path.join(ROOT, "tests", "device"))
+    os.environ["CTXKV_LIBRARY"] = args.library
+    import lib as Q
+    S = None
+    if args.peers:
+        os.environ["LIB"] = "1"
+        sys.path.insert(0, args.peers)
+        sys.argv = ["weighted.py", args.kernels, "/tmp"]
+        import weighted as S
+    torch.manual_seed(0)
+    device = Q.Library().device("cuda:0")
+    bandwidth, rate = limits()
+    limit = max(bandwidth, BYTES_PER_S), max(rate, OPERATIONS_PER_S)
+    info = device.info()
+    result = dict(
+        machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=0,
+        torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1),
+        bf16_TFLOPs=round(rate / 1e12, 1), layers=L, head_dim=HEAD,
+        method="medians of graph replays; buffers rotate past the L2", rows=[])
+    begin, wrong = time.time(), 0
+    for T in map(int, args.rows.split(",")):
+        for name in args.shapes.split(";"):
+            if time.time() - begin > args.seconds:
+                print(f"{name} T={T}: no time left")
+                continue
+            wrong += one_size(Q, S, device, name, T, limit, result)
+            result["cublas"] = device.info().cublas
+            with open(args.out, "w") as f:
+                json.dump(result, f, indent=1)
+                f.write("\n")
+    print(f"{wrong} results have other bits")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

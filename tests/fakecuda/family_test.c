@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the Qwen3 family's options become on a CUDA device, against the fake driver; and the integer
+// conversions of GPUs without FP8 instructions.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "ctxkv/ctxkv.h"
+#include "cuda/narrow.h"
+#include "cuda/params.h"
+#include "cuda/store_general.h"
+#include "fake.h"
+
+enum { D = 4096, LAYERS = 2, HEADS = 3, HEAD = 128, ROWS = 5 };
+
+static uint16_t source[LAYERS * ROWS * HEADS * HEAD], x[ROWS * D];
+static uint16_t weights[LAYERS * HEADS * HEAD * D], k_weight[LAYERS * HEAD];
+static uint16_t kv[ROWS * LAYERS * HEADS * HEAD];
+static _Alignas(16) uint8_t cache[LAYERS][2][4 * 16 * HEADS * HEAD + 16];
+static _Alignas(16) float table[LAYERS][9 * HEAD];
+static float scales[4] = {1, 2, 3, 4};
+static int64_t positions[ROWS], slots[ROWS];
+
+struct box {
+    DLTensor t;
+    int64_t shape[4];
+};
+
+static const DLTensor *gpu_tensor(
+    struct box *b, void *data, DLDataType type, int ndim, int64_t a, int64_t c, int64_t d,
+    int64_t e) {
+    const int64_t shape[] = {a, c, d, e};
+    memcpy(b->shape, shape, sizeof shape);
+    b->t = (DLTensor){data, {kDLCUDA, 0}, ndim, type, b->shape, 0, 0};
+    return &b->t;
+}
+static const DLDataType bf16 = {kDLBfloat, 16, 1}, i64 = {kDLInt, 64, 1}, fp32 = {kDLFloat, 32, 1},
+                        byte = {kDLUInt, 8, 1};
+
+static int setup(void **state) {
+    ctxkv_device *device;
+    fake_reset();
+    ctxkv__driver_use(&fake_driver);
+    ctxkv__cublas_use(&fake_cublas);
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
+    *state = device;
+    return 0;
+}
+static int teardown(void **state) {
+    ctxkv_device_close(*state);
+    bool clean = fake_clean();
+    ctxkv__driver_use(0);
+    ctxkv__cublas_use(0);
+    return clean ? 0 : 1;
+}
+
+// FP8 caches with scales, FP32 tables of their own, V made of K: all of it reaches the kernel.
+static ctxkv_store *general_store(ctxkv_device *device) {
+    struct box b[9];
+    ctxkv_store_desc d;
+    ctxkv_store *store;
+    ctxkv_store_desc_init(&d);
+    d.num_layers = LAYERS;
+    d.num_kv_heads = HEADS;
+    d.head_dim = HEAD;
+    d.k_norm = CTXKV_K_NORM_RMS;
+    d.k_norm_weight = gpu_tensor(&b[0], k_weight, bf16, 2, LAYERS, HEAD, 0, 0);
+    d.rope = CTXKV_ROPE_NEOX;
+    const DLTensor *tables[LAYERS] = {
+        gpu_tensor(&b[1], table[0], fp32, 2, 9, 64, 0, 0),
+        gpu_tensor(&b[2], table[1] + 1, fp32, 2, 7, 32, 0, 0)};
+    const DLTensor *k_scales[LAYERS] = {
+        gpu_tensor(&b[3], &scales[0], fp32, 1, 1, 0, 0, 0),
+        gpu_tensor(&b[4], &scales[1], fp32, 1, 1, 0, 0, 0)};
+    const DLTensor *v_scales[LAYERS] = {
+        gpu_tensor(&b[5], &scales[2], fp32, 1, 1, 0, 0, 0),
+        gpu_tensor(&b[6], &scales[3], fp32, 1, 1, 0, 0, 0)};
+    d.layer_cos_sin = tables;
+    d.layer_cos_sin_count = LAYERS;
+    d.k_scales = k_scales;
+    d.v_scales = v_scales;
+    d.scale_count = LAYERS;
+    d.cache_type = CTXKV_CACHE_FP8_E5M2;
+    d.v_norm = CTXKV_V_NORM_RMS;
+    d.v_eps = 0.25f;
+    d.v_scale = -2.0f;
+    d.v_from_k = 1;
+    assert_int_equal(ctxkv_store_create(device, &d, &store), CTXKV_OK);
+    return store;
+}
+
+static void a_general_store_arrives(void **state) {
+    ctxkv_store *store = general_store(*state);
+    struct box b[8];
+    const DLTensor *keys[LAYERS], *values[LAYERS];
+    for (int l = 0; l < LAYERS; l++) { // the second layer's caches are a byte off
+        keys[l] = gpu_tensor(&b[l], cache[l][0] + l, byte, 4, 4, 16, HEADS, HEAD);
+        values[l] = gpu_tensor(&b[2 + l], cache[l][1] + l, byte, 4, 4, 16, HEADS, HEAD);
+    }
+    assert_int_equal(ctxkv_store_bind_caches(store, keys, values, LAYERS), CTXKV_OK);
+    fake.launches = 0;
+    const DLTensor *k = gpu_tensor(&b[4], source, bf16, 4, LAYERS, ROWS, HEADS, HEAD);
+    const DLTensor *at = gpu_tensor(&b[5], positions, i64, 1, ROWS, 0, 0, 0);
+    const DLTensor *s = gpu_tensor(&b[6], slots, i64, 1, ROWS, 0, 0, 0);
+    assert_int_equal(ctxkv_store_run(store, k, k, at, &s, 1, 0), CTXKV_INVALID_ARGUMENT);
+    assert_non_null(strstr(ctxkv_last_error(), "v is given"));
+    assert_int_equal(fake.launches, 0);
+    assert_int_equal(ctxkv_store_run(store, k, 0, at, &s, 1, 0), CTXKV_OK);
+    assert_int_equal(fake.launches, 1);
+    const struct fake_launch *launch = &fake.launch[0];
+    assert_string_equal(launch->kernel, "ctxkv_store_general_128");
+    assert_int_equal(launch->grid[0], (ROWS * HEADS + 7) / 8); // 16 lanes a head
+    assert_int_equal(launch->grid[1], LAYERS);
+    ctxkv_store_general p;
+    memcpy(&p, launch->params, sizeof p);
+    assert_int_equal(p.cache_type, CTXKV_GENERAL_CACHE_E5M2);
+    assert_int_equal(p.table_type, CTXKV_GENERAL_TABLE_FP32);
+    assert_int_equal(
+        p.flags, CTXKV_GENERAL_V_NORM | CTXKV_GENERAL_V_SCALE | CTXKV_GENERAL_V_FROM_K);
+    assert_true(p.v_eps == 0.25f && p.v_scale == -2.0f);
+    assert_int_equal(p.layer[0].flags, CTXKV_GENERAL_TABLE_WIDE | CTXKV_GENERAL_CACHE_WIDE);
+    assert_int_equal(p.layer[1].flags, 0);
+    assert_int_equal(p.layer[0].max_position, 9);
+    assert_int_equal(p.layer[1].max_position, 7);
+    assert_int_equal(p.layer[1].rotary_dim, 32);
+    assert_ptr_equal(p.layer[1].table, table[1] + 1);
+    assert_ptr_equal(p.layer[1].k, cache[1][0] + 1);
+    assert_ptr_equal(p.layer[1].k_scale, &scales[1]);
+    assert_ptr_equal(p.layer[0].v_scale, &scales[2]);
+    assert_int_equal(p.layer[1].slot_count, 64);
+    ctxkv_store_destroy(store);
+}
+
+// One input for all layers and few columns: cuBLAS would split K, so the exact kernel does it.
+static void few_columns_are_exact(void **state) {
+    struct box b[3];
+    ctxkv_projection_desc d;
+    ctxkv_projection *projection;
+    ctxkv_projection_desc_init(&d);
+    d.hidden_size = D;
+    d.num_layers = LAYERS;
+    d.num_kv_heads = HEADS;
+    d.head_dim = HEAD;
+    d.k_only = 1;
+    d.bias_add = CTXKV_BIAS_AFTER;
+    const DLTensor *w = gpu_tensor(&b[0], weights, bf16, 3, LAYERS, HEADS * HEAD, D, 0);
+    d.weights = &w;
+    d.weight_count = 1;
+    assert_int_equal(ctxkv_projection_create(*state, &d, &projection), CTXKV_OK);
+    struct box out;
+    const int64_t columns = HEADS * HEAD;
+    int64_t stride[] = {columns, LAYERS * columns, 1};
+    gpu_tensor(&out, kv, bf16, 3, LAYERS, ROWS, columns, 0);
+    out.t.strides = stride;
+    fake.gemms = fake.launches = 0;
+    const DLTensor *in = gpu_tensor(&b[1], x, bf16, 3, 1, ROWS, D, 0);
+    assert_int_equal(ctxkv_projection_run(projection, in, &out.t, 0), CTXKV_OK);
+    assert_int_equal(fake.gemms, 0);
+    assert_int_equal(fake.launches, 1);
+    ctxkv_projection_params p;
+    memcpy(&p, fake.launch[0].params, sizeof p);
+    assert_string_equal(fake.launch[0].kernel, "ctxkv_projection_16");
+    assert_int_equal(fake.launch[0].grid[0], columns / 64);
+    assert_int_equal(p.parts, 1);
+    assert_int_equal(p.block_columns, columns);
+    assert_int_equal(p.flags, CTXKV_PROJECTION_ROUND_FIRST);
+    ctxkv_projection_destroy(projection);
+}
+
+// Every BF16 value with noise below it, and the halfway cases of every FP8 value.
+static void narrow_equals_the_truth(void **state) {
+    (void)state;
+    for (uint32_t high = 0; high < 1u << 16; high++)
+        for (uint32_t low = 0; low < 1u << 16; low += low < 2 ? 1 : 0x7FFF) {
+            uint32_t bits = high << 16 | low;
+            float value;
+            memcpy(&value, &bits, 4);
+            assert_int_equal(ctxkv_narrow_e4m3(bits), ctxkv_fp8(value, CTXKV_CACHE_FP8_E4M3));
+            assert_int_equal(ctxkv_narrow_e5m2(bits), ctxkv_fp8(value, CTXKV_CACHE_FP8_E5M2));
+        }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(a_general_store_arrives, setup, teardown),
+        cmocka_unit_test_setup_teardown(few_columns_are_exact, setup, teardown),
+        cmocka_unit_test(narrow_equals_the_truth),
+    };
+    return cmocka_run_group_tests(tests, 0, 0);
+}
