@@ -14,7 +14,8 @@
 // Threads. A device may be shared by threads. A plan may run on several threads or streams at once
 // if each call brings its own workspace (ctxkv_chain_call); binding caches and destroying may not
 // overlap a run. Runs of CUDA plans launch kernels only (no allocation, no synchronisation), so
-// they may be captured in CUDA graphs; creating a plan during a capture is refused.
+// they may be captured in CUDA graphs. Create plans before a capture begins: during one it is refused
+// where the driver tells of it, and harmless to the capture where it does not.
 #ifndef CTXKV_CTXKV_H
 #define CTXKV_CTXKV_H
 
@@ -288,7 +289,8 @@ CTXKV_API ctxkv_status ctxkv_store_bind_caches(
 CTXKV_API ctxkv_status ctxkv_store_run(
     ctxkv_store *store, const DLTensor *k, const DLTensor *v, const DLTensor *positions,
     const DLTensor *const *slots, int64_t slot_count, void *stream);
-// Reads and clears. On a CUDA device it waits for the work already given to the device.
+// Reads and clears. On a CUDA device it waits for the work already given to the device, which a
+// capture does not survive.
 CTXKV_API ctxkv_status ctxkv_store_faults(ctxkv_store *store, ctxkv_faults *faults);
 
 // ---- chain -----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ ctxkv_status ctxkv_chain_create(
     plan->max_rows = d.max_rows;
     ctxkv__device_retain(device);
     status = ctxkv_norms_create(device, d.norms, &plan->norms);
-    if (!status) status = ctxkv_projection_create(device, d.projection, &plan->projection);
+    if (!status) status = ctxkv__projection_create(device, d.projection, true, &plan->projection);
     if (!status) status = ctxkv_store_create(device, d.store, &plan->store);
     if (!status) status = check_parts(plan);
     if (!status) status = device->cuda ? ctxkv__cuda_chain_create(plan) : cpu_plan(plan);

@@ -31,6 +31,11 @@ ctxkv_status ctxkv__positions(
 ctxkv_status ctxkv__store_check(const ctxkv_device *device, const ctxkv_store_desc *desc);
 ctxkv_status ctxkv__store_views(struct ctxkv_store *plan, const ctxkv_store_desc *desc);
 
+// A projection of its own, or the one of a chain.
+ctxkv_status ctxkv__projection_create(
+    ctxkv_device *device, const ctxkv_projection_desc *desc, bool in_chain,
+    ctxkv_projection **projection);
+
 #define CTXKV__MAX_LAYERS 65535
 
 #endif

@@ -124,6 +124,12 @@ static ctxkv_status cpu_plan(struct ctxkv_projection *plan) {
 
 ctxkv_status ctxkv_projection_create(
     ctxkv_device *device, const ctxkv_projection_desc *desc, ctxkv_projection **projection) {
+    return ctxkv__projection_create(device, desc, false, projection);
+}
+
+ctxkv_status ctxkv__projection_create(
+    ctxkv_device *device, const ctxkv_projection_desc *desc, bool in_chain,
+    ctxkv_projection **projection) {
     ctxkv_status status = ctxkv__not_null(projection, "projection");
     if (!status) *projection = 0;
     if (!status) status = ctxkv__not_null(device, "device");
@@ -134,6 +140,7 @@ ctxkv_status ctxkv_projection_create(
     struct ctxkv_projection *plan = calloc(1, sizeof *plan);
     if (!plan) return ctxkv__no_memory("the projection plan");
     plan->device = device;
+    plan->in_chain = in_chain;
     ctxkv__device_retain(device);
     plan->args = (struct ctxkv__projection_args){
         .hidden_size = d.hidden_size,

@@ -58,7 +58,7 @@ void ctxkv__cuda_chain_destroy(struct ctxkv_chain *plan) {
     struct chain_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
         ctxkv__prefill_destroy(plan, g->prefill);
         ctxkv__decode_destroy(plan, g->decode);

@@ -4,9 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../cuda/decode_params.h"
-#include "../cuda/decode_plan.h"
 #include "chain_ways.h"
+#include "decode_parts.h"
 
 struct ctxkv__decode {
     struct ctxkv__decode_shape shape;
@@ -18,8 +17,8 @@ struct ctxkv__decode {
     unsigned flags; // CTXKV_DECODE_TABLE_BY2
 };
 
-static struct ctxkv__decode_shape shape_of(const struct ctxkv_chain *plan) {
-    const ctxkv_projection_desc *p = &plan->projection->desc;
+struct ctxkv__decode_shape ctxkv__decode_shape_of(const struct ctxkv_projection *plan) {
+    const ctxkv_projection_desc *p = &plan->desc;
     return (struct ctxkv__decode_shape){
         .hidden_size = p->hidden_size,
         .num_layers = p->num_layers,
@@ -32,7 +31,7 @@ static struct ctxkv__decode_shape shape_of(const struct ctxkv_chain *plan) {
 
 static bool suits(const struct ctxkv_chain *plan) {
     const ctxkv_projection_desc *p = &plan->projection->desc;
-    struct ctxkv__decode_shape shape = shape_of(plan);
+    struct ctxkv__decode_shape shape = ctxkv__decode_shape_of(plan->projection);
     struct ctxkv__decode_cut cut;
     // A D that is no multiple of 64 would need columns of zeros in every caller's workspace.
     bool sound = plan->device->gpu->arch == 90 && p->hidden_size % 64 == 0 &&
@@ -49,7 +48,7 @@ static size_t padded(size_t bytes) {
 
 // Packed n, the room for K, the counters, in this order.
 static size_t layout(const struct ctxkv_chain *plan, size_t *kv, size_t *counters) {
-    struct ctxkv__decode_shape shape = shape_of(plan);
+    struct ctxkv__decode_shape shape = ctxkv__decode_shape_of(plan->projection);
     *kv = padded(ctxkv__decode_x_bytes(&shape, plan->max_rows, plan->norms->out_layers));
     *counters = *kv + padded(ctxkv__decode_kv_bytes(&shape, plan->max_rows));
     return *counters + padded(ctxkv__decode_counter_bytes(&shape));
@@ -61,11 +60,12 @@ size_t ctxkv__decode_workspace(const struct ctxkv_chain *plan) {
 }
 
 static ctxkv_status pack_layer(
-    const struct ctxkv_chain *plan, const struct ctxkv__decode_packing *packing, int64_t layer,
+    const struct ctxkv_projection *plan, const struct ctxkv__decode_packing *packing, int64_t layer,
     CUdeviceptr to) {
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
-    const struct ctxkv__weight_block *k = &plan->projection->blocks[2 * layer], *v = k + 1;
-    int64_t d = plan->projection->desc.hidden_size;
+    const struct ctxkv__weight_block *k = &plan->blocks[2 * layer], *v = k + 1;
+    int64_t d = plan->desc.hidden_size;
+    int chunks = (int)ctxkv__ceil_div(d, 64) * 8; // zeros past D
     bool aligned = ctxkv__aligned(k->data, 16) && ctxkv__aligned(v->data, 16) &&
                    k->row_stride % 8 == 0 && v->row_stride % 8 == 0;
     ctxkv_decode_pack_params p = {
@@ -74,17 +74,17 @@ static ctxkv_status pack_layer(
         .out = (void *)(uintptr_t)to,
         .k_row = k->row_stride,
         .v_row = v->row_stride,
-        .half = (int)plan->projection->args.block_columns,
+        .half = (int)plan->args.block_columns,
         .tile_rows = packing->tile_rows,
         .tiles = packing->tiles,
-        .chunks = (int)(d / 8),
+        .chunks = chunks,
         .data_chunks = (int)(d / 8),
         .by2 = !aligned,
     };
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_decode_pack,
         .grid =
-            {(uint32_t)ctxkv__ceil_div(d / 8, 256), (uint32_t)packing->tile_rows,
+            {(uint32_t)ctxkv__ceil_div(chunks, 256), (uint32_t)packing->tile_rows,
              (uint32_t)packing->tiles},
         .threads = 256,
         .stream = gpu->stream,
@@ -93,19 +93,18 @@ static ctxkv_status pack_layer(
     return ctxkv__gpu_launch(gpu, &launch);
 }
 
-static ctxkv_status pack_weights(const struct ctxkv_chain *plan, struct ctxkv__decode *d, int i) {
-    const struct ctxkv__cuda_device *gpu = plan->device->gpu;
-    const struct ctxkv__decode_packing *packing = &d->packing[i];
-    size_t layers = (size_t)plan->projection->desc.num_layers;
-    size_t bytes = packing->layer_bytes * layers;
-    ctxkv_status status = ctxkv__gpu_alloc(gpu, bytes, "the packed weights", &d->weights[i]);
+ctxkv_status ctxkv__decode_pack_weights(
+    const struct ctxkv_projection *plan, const struct ctxkv__decode_packing *packing,
+    CUdeviceptr *to, size_t *bytes) {
+    size_t layers = (size_t)plan->desc.num_layers, all = packing->layer_bytes * layers;
+    ctxkv_status status = ctxkv__gpu_alloc(plan->device->gpu, all, "the packed weights", to);
     for (size_t l = 0; !status && l < layers; l++)
-        status = pack_layer(plan, packing, (int64_t)l, d->weights[i] + l * packing->layer_bytes);
-    d->bytes += bytes;
+        status = pack_layer(plan, packing, (int64_t)l, *to + l * packing->layer_bytes);
+    *bytes += all;
     return status;
 }
 
-static enum ctxkv__kernel kernel_of(const struct ctxkv__decode_cut *cut) {
+enum ctxkv__kernel ctxkv__decode_kernel(const struct ctxkv__decode_cut *cut) {
 #define KERNEL(n, s)                                                                               \
     if (cut->columns == n && cut->steps == s) return CTXKV__KERNEL_decode_n##n##_s##s;
     CTXKV_DECODE_SHAPES(KERNEL)
@@ -113,14 +112,14 @@ static enum ctxkv__kernel kernel_of(const struct ctxkv__decode_cut *cut) {
     return CTXKV__KERNELS;
 }
 
-// Every kernel that a run of 1..64 rows may ask for.
-static ctxkv_status load_kernels(const struct ctxkv_chain *plan, const struct ctxkv__decode *d) {
-    ctxkv_status status = CTXKV_OK;
+ctxkv_status ctxkv__decode_load(
+    struct ctxkv__cuda_device *gpu, const struct ctxkv__decode_shape *shape) {
+    ctxkv_status status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_decode_pack);
     for (int rows = 1; !status && rows <= CTXKV_DECODE_MAX_ROWS; rows++) {
         struct ctxkv__decode_cut cut;
-        if (!ctxkv__decode_cut(&d->shape, rows, &cut) || kernel_of(&cut) == CTXKV__KERNELS)
+        if (!ctxkv__decode_cut(shape, rows, &cut) || ctxkv__decode_kernel(&cut) == CTXKV__KERNELS)
             return ctxkv__fail(CTXKV_NO_KERNEL, "no decode kernel for %d rows", rows);
-        status = ctxkv__gpu_kernel(plan->device->gpu, kernel_of(&cut));
+        status = ctxkv__gpu_kernel(gpu, ctxkv__decode_kernel(&cut));
     }
     return status;
 }
@@ -131,7 +130,7 @@ ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode
     if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_decode)) return CTXKV_OK;
     struct ctxkv__decode *d = calloc(1, sizeof *d);
     if (!d) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the decode plan");
-    d->shape = shape_of(plan);
+    d->shape = ctxkv__decode_shape_of(plan->projection);
     d->packings = ctxkv__decode_packings(&d->shape, d->packing);
     d->x_layers = plan->norms->out_layers;
     // bench/results/h200.json: with 512 columns a layer, norms + cuBLAS + store were 5 % faster at
@@ -145,9 +144,10 @@ ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode
     if (plan->store->tables[0].data && !ctxkv__aligned(plan->store->tables[0].data, 16))
         d->flags |= CTXKV_DECODE_TABLE_BY2;
     ctxkv__gpu_settle(gpu);
-    ctxkv_status status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_decode_pack);
-    if (!status) status = load_kernels(plan, d);
-    for (int i = 0; !status && i < d->packings; i++) status = pack_weights(plan, d, i);
+    ctxkv_status status = ctxkv__decode_load(gpu, &d->shape);
+    for (int i = 0; !status && i < d->packings; i++)
+        status =
+            ctxkv__decode_pack_weights(plan->projection, &d->packing[i], &d->weights[i], &d->bytes);
     CUresult result = gpu->cu->cuStreamSynchronize(gpu->stream);
     if (!status && result) status = ctxkv__cu_fail(gpu->cu, result, "packing the weights");
     if (!status) {
@@ -254,7 +254,7 @@ static ctxkv_status launch_layers(
     // A launch that stores nothing would not wait for the kernels before it either.
     if (!fill_layers(plan, call, first, count, &p)) return CTXKV_OK;
     struct ctxkv__launch launch = {
-        .kernel = kernel_of(cut),
+        .kernel = ctxkv__decode_kernel(cut),
         .grid = {(uint32_t)cut->packing.tiles, (uint32_t)cut->batch_tiles, (uint32_t)count},
         .threads = CTXKV_DECODE_THREADS,
         .shared = cut->shared_bytes,

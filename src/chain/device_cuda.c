@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../device/gpu.h"
+#include "../device/cublas.h"
 #include "cuda_backend.h"
 
 int ctxkv__cuda_count(void) {
@@ -113,7 +113,8 @@ void ctxkv__cuda_close(ctxkv_device *device) {
     struct ctxkv__cuda_device *gpu = device->gpu;
     struct ctxkv__gpu_scope scope;
     if (!gpu) return;
-    if (gpu->context && !ctxkv__gpu_enter(gpu, &scope)) {
+    if (gpu->context && !ctxkv__gpu_enter_free(gpu, &scope)) {
+        ctxkv__cublas_close(gpu);
         ctxkv__gpu_unload(gpu);
         if (gpu->stream) gpu->cu->cuStreamDestroy(gpu->stream);
         ctxkv__gpu_leave(gpu, &scope);

@@ -19,17 +19,19 @@ struct norms_gpu {
     bool layer_weight;
 };
 
-enum row_shape { FEW16, FEW32, SOME16, SOME32, MANY16, MANY32, ANY, ROW_SHAPES };
+// Each with FP32 gains next to it. ROW and HALF are `few` where the layers' gains scale the input.
+enum row_shape { ROW = 0, HALF = 2, SOME = 4, MANY = 6, ANY = 8, ROW_SHAPES };
 
-#define SHAPES(name)                                                                               \
+#define BOTH(shape, name)                                                                          \
+    CTXKV__KERNEL_norms_##shape##16_##name, CTXKV__KERNEL_norms_##shape##32_##name
+#define SHAPES(first, second, name)                                                                \
     {                                                                                              \
-        CTXKV__KERNEL_norms_few16_##name, CTXKV__KERNEL_norms_few32_##name,                        \
-            CTXKV__KERNEL_norms_some16_##name, CTXKV__KERNEL_norms_some32_##name,                  \
-            CTXKV__KERNEL_norms_many16_##name, CTXKV__KERNEL_norms_many32_##name,                  \
+        BOTH(first, name), BOTH(second, name), BOTH(some, name), BOTH(many, name),                 \
             CTXKV__KERNEL_norms_any_##name                                                         \
     }
 static const enum ctxkv__kernel row_kernels[4][ROW_SHAPES] = {
-    SHAPES(pair), SHAPES(pair_scaled), SHAPES(packed), SHAPES(packed_scaled)};
+    SHAPES(row, half, pair), SHAPES(few, few, pair_scaled), SHAPES(row, half, packed),
+    SHAPES(few, few, packed_scaled)};
 
 ctxkv_status ctxkv__cuda_gains(
     const struct ctxkv__cuda_device *gpu, const struct ctxkv__view *rows, int64_t count, int64_t n,
@@ -99,7 +101,9 @@ static void choose(const struct ctxkv_norms *plan, struct norms_gpu *g) {
     bool packed =
         d->numerics == CTXKV_NUMERICS_PACKED || (d->numerics != CTXKV_NUMERICS_PAIR && gpu->packed);
     bool scaled = lw && d->layer.input_scale;
-    g->fused = d->hidden_size == 8192 && row_or_absent(&d->hidden) && row_or_absent(&d->layer);
+    // Two absent norms copy, whatever the bits: that is rms.cu's.
+    g->fused = d->hidden_size == 8192 && row_or_absent(&d->hidden) && row_or_absent(&d->layer) &&
+               !(no_hidden && no_layer);
     if (hw->data && d->hidden.input_scale) g->flags |= CTXKV_NORMS_HIDDEN_INPUT;
     if (hw->data && (d->hidden.input_scale || hw->type == CTXKV__FP32))
         g->flags |= CTXKV_NORMS_HIDDEN_FUSE;
@@ -140,7 +144,7 @@ void ctxkv__cuda_norms_destroy(struct ctxkv_norms *plan) {
     struct norms_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (g->memory && !ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (g->memory && !ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->memory);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
@@ -167,14 +171,46 @@ struct ctxkv__norms_parts ctxkv__cuda_norms_parts(const struct ctxkv_norms *plan
     };
 }
 
-// Which of the row kernels is fastest for so many rows (measured on an H200).
-static enum row_shape shape_for(
+// How a launch is cut: which kernel, the layers of a block, blocks along the three axes.
+struct cut {
+    enum row_shape shape;
+    int64_t layers, blocks, groups, parts;
+    unsigned row_groups, shared;
+};
+
+// Blocks of the row kernels hold as few layers as leave a third of the multiprocessors free: there
+// the next launch begins. Which kernel is fastest for how many rows was measured on an H200
+// (docs/op/norms.md).
+static struct cut cut_for(
     const struct ctxkv__cuda_device *gpu, const struct norms_gpu *g, int64_t rows, int64_t layers) {
-    bool half = g->layer16 != 0;
-    if (g->flags & (CTXKV_NORMS_X_BY2 | CTXKV_NORMS_NO_HIDDEN | CTXKV_NORMS_NO_LAYER)) return ANY;
-    if (layers <= 65535 && rows * layers <= 3 * gpu->multiprocessors) return half ? FEW16 : FEW32;
-    if (rows >= 2048 || g->some_layers < 1) return half ? MANY16 : MANY32;
-    return half ? SOME16 : SOME32;
+    bool half = g->layer16 != 0, scaled = g->row_kind & 1;
+    int64_t all = gpu->multiprocessors, layer_bytes = 8192 * (half ? 2 : 4);
+    struct cut c = {ANY, layers, rows < 65536 ? rows : 65536, 1, 1, 1, 0};
+    if (g->flags & (CTXKV_NORMS_X_BY2 | CTXKV_NORMS_NO_HIDDEN | CTXKV_NORMS_NO_LAYER)) return c;
+    int64_t most = scaled ? 1 : 1 + (gpu->shared_limit - 1024) / layer_bytes;
+    c.layers = 1;
+    while (c.layers < most && c.layers < layers &&
+           rows * ctxkv__ceil_div(layers, c.layers) > all * 7 / 10)
+        c.layers++;
+    c.groups = ctxkv__ceil_div(layers, c.layers);
+    c.shared = (unsigned)((c.layers - 1) * layer_bytes);
+    c.shape = ROW;
+    if (c.groups <= 65535 && rows * c.groups <= (scaled ? 3 * all : all * 3 / 2)) {
+        if (scaled || c.layers > 1 || rows * layers > all / 4) return c;
+        c.shape = HALF;
+        c.parts = 2;
+        return c;
+    }
+    c = (struct cut){MANY, layers, rows, 1, 1, 1, 0};
+    if (rows >= 2048 || g->some_layers < 1) return c;
+    c.shape = SOME;
+    c.layers = g->some_layers;
+    c.groups = ctxkv__ceil_div(layers, c.layers);
+    c.shared = (unsigned)(c.layers * layer_bytes);
+    c.row_groups = rows > all ? 2 : 1;
+    c.blocks = ctxkv__ceil_div(rows, c.row_groups);
+    if (c.blocks > all) c.blocks = all;
+    return c;
 }
 
 static ctxkv_status launch_rows(
@@ -183,8 +219,8 @@ static ctxkv_status launch_rows(
     const ctxkv_norms_desc *d = &plan->desc;
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     if (!ctxkv__aligned(call->x, 16) || call->x_row_stride % 8) g.flags |= CTXKV_NORMS_X_BY2;
-    enum row_shape shape = shape_for(gpu, &g, call->rows, layers);
-    bool half = shape == FEW16 || shape == SOME16 || shape == MANY16;
+    struct cut cut = cut_for(gpu, &g, call->rows, layers);
+    bool half = cut.shape != ANY && g.layer16;
     ctxkv_norms_params p = {
         .x = call->x,
         .out = call->out,
@@ -196,7 +232,7 @@ static ctxkv_status launch_rows(
         .out_row = call->out_row_stride / 8,
         .out_column = 1,
         .layers = (int)layers,
-        .layers_per_block = 1,
+        .layers_per_block = (int)cut.layers,
         .hidden_eps = d->hidden.eps,
         .layer_eps = d->layer.eps,
         .flags = g.flags,
@@ -209,23 +245,11 @@ static ctxkv_status launch_rows(
         p.zero = lines->zero;
         p.zero_count = lines->zero_count;
     }
-    int64_t blocks = call->rows, columns = 1;
-    unsigned groups = 1, shared = 0;
-    if (shape == FEW16 || shape == FEW32) columns = layers;
-    if (shape == SOME16 || shape == SOME32) {
-        groups = call->rows > gpu->multiprocessors ? 2 : 1;
-        p.layers_per_block = g.some_layers;
-        columns = ctxkv__ceil_div(layers, g.some_layers);
-        shared = (unsigned)g.some_layers * 8192 * (half ? 2 : 4);
-        blocks = ctxkv__ceil_div(call->rows, groups);
-        if (blocks > gpu->multiprocessors) blocks = gpu->multiprocessors;
-    }
-    if (shape == ANY && blocks > 65536) blocks = 65536;
     struct ctxkv__launch launch = {
-        .kernel = row_kernels[g.row_kind][shape],
-        .grid = {(uint32_t)blocks, (uint32_t)columns, 1},
-        .threads = 256 * groups,
-        .shared = shared,
+        .kernel = row_kernels[g.row_kind][cut.shape + (cut.shape != ANY && !half)],
+        .grid = {(uint32_t)cut.blocks, (uint32_t)cut.groups, (uint32_t)cut.parts},
+        .threads = 256 * cut.row_groups,
+        .shared = cut.shared,
         .stream = call->stream,
         .params = &p,
     };

@@ -24,7 +24,8 @@ struct ctxkv_projection {
     struct ctxkv__weight_block *blocks; // L*parts, on either device
     struct ctxkv__view bias_view;       // valid during create only
     struct ctxkv__projection_args args;
-    float *bias; // CPU
+    float *bias;   // CPU
+    bool in_chain; // which has ways of its own for few rows
     void *gpu;
 };
 

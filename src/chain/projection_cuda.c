@@ -5,7 +5,7 @@
 
 #include "../device/cublas.h"
 #include "../ops/norms.h"
-#include "cuda_plan.h"
+#include "decode_parts.h"
 
 struct projection_gpu {
     CUdeviceptr blocks; // ctxkv_projection_block [L*parts]
@@ -18,6 +18,7 @@ struct projection_gpu {
     CUdeviceptr workspace;   // for runs without one of their own
     struct ctxkv__lock lock; // around the handle's stream and workspace
     void *stream_set, *workspace_set;
+    struct ctxkv__projection_few *few; // NULL: not there
     size_t bytes;
 };
 
@@ -70,11 +71,11 @@ static ctxkv_status open_cublas(struct ctxkv_projection *plan, struct projection
     const struct ctxkv__cublas *b;
     ctxkv_status status = ctxkv__cublas_get(gpu->cublas_path, &b);
     if (status) return status;
-    int version = 0, result = b->create(&g->handle);
+    int version = 0, result = ctxkv__cublas_take(b, gpu, &g->handle);
     if (result) return ctxkv__cublas_fail(b, result, "creating a cuBLAS handle");
     status = ctxkv__gpu_alloc(gpu, CTXKV__CUBLAS_WORKSPACE, "cuBLAS's workspace", &g->workspace);
     if (status) {
-        b->destroy(g->handle);
+        ctxkv__cublas_give(b, gpu, g->handle);
         return status;
     }
     if (!b->version(g->handle, &version)) gpu->cublas_version = version;
@@ -119,6 +120,13 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     return status;
 }
 
+// Where the decode kernels beat cuBLAS (docs/gpu.md). They cost a copy of the weights.
+static int64_t most_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
+    bool narrow = plan->desc.hidden_size == 8192 && 2 * plan->args.block_columns <= 256;
+    bool automatic = plan->desc.mode == CTXKV_PROJECTION_AUTO && g->cublas;
+    return automatic && narrow && !plan->in_chain ? 16 : 0;
+}
+
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     struct ctxkv__gpu_scope scope;
@@ -143,6 +151,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
+    if (!status && most_few(plan, g)) status = ctxkv__projection_few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -151,11 +160,12 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
     struct projection_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
-        if (g->cublas) g->cublas->destroy(g->handle);
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
+        if (g->cublas) ctxkv__cublas_give(g->cublas, plan->device->gpu, g->handle);
         ctxkv__gpu_free(plan->device->gpu, g->blocks);
         ctxkv__gpu_free(plan->device->gpu, g->bias);
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
+        ctxkv__projection_few_destroy(plan, g->few);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
     ctxkv__lock_destroy(&g->lock);
@@ -164,7 +174,8 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
 }
 
 size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan) {
-    return ((const struct projection_gpu *)plan->gpu)->bytes;
+    const struct projection_gpu *g = plan->gpu;
+    return g->bytes + ctxkv__projection_few_memory(g->few);
 }
 
 bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan) {
@@ -290,7 +301,10 @@ ctxkv_status ctxkv__cuda_projection_launch(
                 ? plan->desc.num_layers * call.kv_layer_stride
                 : columns_of(plan);
     }
-    if (g->cublas && cublas_fits(plan, g, &call)) return run_cublas(plan, g, &call, workspace);
+    bool cublas = g->cublas && cublas_fits(plan, g, &call);
+    if (cublas && g->few && call.rows <= most_few(plan, g))
+        return ctxkv__projection_few_launch(plan, g->few, given);
+    if (cublas) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)
         return ctxkv__fail(
             CTXKV_INVALID_ARGUMENT,

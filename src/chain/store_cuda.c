@@ -89,7 +89,7 @@ void ctxkv__cuda_store_destroy(struct ctxkv_store *plan) {
     struct store_gpu *g = plan->gpu;
     struct ctxkv__gpu_scope scope;
     if (!g) return;
-    if (!ctxkv__gpu_enter(plan->device->gpu, &scope)) {
+    if (!ctxkv__gpu_enter_free(plan->device->gpu, &scope)) {
         ctxkv__gpu_free(plan->device->gpu, g->faults);
         ctxkv__gpu_free(plan->device->gpu, g->k_gain);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
@@ -204,6 +204,15 @@ static bool run_fast(
            most_rows * plan->desc.num_kv_heads <= UINT32_MAX - 4096;
 }
 
+// Bytes of K and V from which writes past the second-level cache were faster on an H200.
+#define PAST_BYTES (INT64_C(32) << 20)
+
+static unsigned past(const struct ctxkv_store *plan, const struct ctxkv__store_call *call) {
+    const ctxkv_store_desc *d = &plan->desc;
+    int64_t bytes = d->num_layers * d->num_kv_heads * d->head_dim * 4;
+    return call->rows >= PAST_BYTES / bytes ? CTXKV_STORE_PAST : 0;
+}
+
 static ctxkv_store_common common(
     const struct ctxkv_store *plan, const struct ctxkv__store_call *call, int64_t unit) {
     const ctxkv_store_desc *d = &plan->desc;
@@ -220,7 +229,7 @@ static ctxkv_store_common common(
         .heads = (int)d->num_kv_heads,
         .rope = (unsigned)d->rope,
         .norm = (unsigned)d->k_norm,
-        .flags = g->flags | (source_aligned(call) ? 0 : CTXKV_STORE_SRC_BY2),
+        .flags = g->flags | (source_aligned(call) ? 0 : CTXKV_STORE_SRC_BY2) | past(plan, call),
         .eps = d->k_eps,
     };
 }

@@ -5,99 +5,18 @@
 //   input_scale;  BF16(y)
 //
 // 256 threads own a row: thread t holds columns 8t + 2048k + e, as the order of the sum asks.
-// Without input scale (not SCALED) the layers share the second sum, for h is the same. Four shapes:
-//   few   one block is one row of one layer, all gains in registers before x may be read
+// Without input scale (not SCALED) the layers share the second sum, for h is the same. The shapes:
+//   row   one block is a row, for some of its layers; gains in registers and shared memory before x
+//         may be read (not SCALED)
+//   half  the same for half the columns: both halves make the sums
+//   few   one block is one row of one layer, all gains in registers before x may be read (SCALED)
 //   some  a block is a group of rows; the gains of its layers are on their way to shared memory
 //         before x may be read; loops when there are more rows
 //   many  one block is a row, gains through the first-level cache
 //   any   plain and unlimited: unaligned x, absent norms, gains too large for shared memory
+#include "norm_row.cuh"
 #include "params.h"
-#include "prim.cuh"
 
-#define D 8192
-#define ROW_THREADS 256
-#define CHUNKS 4
-#define STEP 2048 // columns between a thread's chunks
-#define VALUES 32
-
-enum { PAIR = 0, PACKED = 1 };
-
-// The thread's 32 squares by the order's tree.
-template <int ORDER> static __device__ __forceinline__ float thread_sum(const float *q, bool fuse) {
-    float p[16];
-    if (ORDER == PAIR) {
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-            p[i] = fma_rn(q[2 * i], q[2 * i], mul_rn(q[2 * i + 1], q[2 * i + 1]));
-#pragma unroll
-        for (int j = 1; j < 16; j *= 2)
-#pragma unroll
-            for (int i = 0; i < 16; i += 2 * j) p[i] = add_rn(p[i], p[i + j]);
-        return p[0];
-    } else {
-        // Vectors of two: p[2i] and p[2i + 1] are the two halves of combination i.
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float a = q[4 * i + half], b = q[4 * i + 2 + half], bb = mul_rn(b, b);
-                p[2 * i + half] = fuse ? fma_rn(a, a, bb) : add_rn(mul_rn(a, a), bb);
-            }
-#pragma unroll
-        for (int j = 2; j < 16; j *= 2)
-#pragma unroll
-            for (int i = 0; i < 16; i += 2 * j) {
-                p[i] = add_rn(p[i], p[i + j]);
-                p[i + 1] = add_rn(p[i + 1], p[i + j + 1]);
-            }
-        return add_rn(p[0], p[1]);
-    }
-}
-
-// The row's sum: lanes by butterfly, then its 8 warps. `row` names the block's row group, whose
-// threads meet at a barrier of their own.
-template <int ORDER>
-static __device__ __forceinline__ float row_sum(
-    const float *q, bool fuse, float *warp_sums, int row_group) {
-    float s = thread_sum<ORDER>(q, fuse);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 7;
-    s = add_rn(s, lane_xor(s, 16));
-    s = add_rn(s, lane_xor(s, 8));
-    s = add_rn(s, lane_xor(s, 4));
-    s = add_rn(s, lane_xor(s, 2));
-    s = add_rn(s, lane_xor(s, 1));
-    if (lane == 0) warp_sums[warp] = s;
-    barrier(row_group + 1, ROW_THREADS);
-    s = warp_sums[lane & 7];
-    s = add_rn(s, lane_xor(s, 4));
-    s = add_rn(s, lane_xor(s, 2));
-    return add_rn(s, lane_xor(s, 1));
-}
-
-static __device__ __forceinline__ float root(float sum, float eps) {
-    return rsqrt_ftz(fma_rn(sum, 1.0f / D, eps));
-}
-
-static __device__ __forceinline__ void scale(float r, float *v) {
-#pragma unroll
-    for (int i = 0; i < VALUES; i++) v[i] = mul_rn(r, v[i]);
-}
-static __device__ __forceinline__ void scale_by(const float *g, float *v) {
-#pragma unroll
-    for (int i = 0; i < VALUES; i++) v[i] = mul_rn(v[i], g[i]);
-}
-static __device__ __forceinline__ void widen(const uint4 *w, float *v) {
-#pragma unroll
-    for (int k = 0; k < CHUNKS; k++) bf16_unpack8(w[k], v + 8 * k);
-}
-static __device__ __forceinline__ void round_row(float *v) {
-#pragma unroll
-    for (int k = 0; k < CHUNKS; k++) bf16_unpack8(bf16_pack8(v + 8 * k), v + 8 * k);
-}
-static __device__ __forceinline__ void load_row(const u16 *x, uint4 *w) {
-#pragma unroll
-    for (int k = 0; k < CHUNKS; k++) w[k] = load16_stream(x + k * STEP);
-}
 // Eight gains from column `first`, and a thread's 32.
 template <bool FP32>
 static __device__ __forceinline__ void gains8(const void *g, i64 first, float *v) {
@@ -150,6 +69,109 @@ static __device__ __forceinline__ void write_row(const place &o, int layer, cons
     char *dst = o.base + layer * o.layer;
 #pragma unroll
     for (int k = 0; k < CHUNKS; k++) store16(dst + k * o.chunk, bf16_pack8(v + 8 * k));
+}
+
+// As row_sum, the end by two wide reads in place of three exchanges.
+template <int ORDER>
+static __device__ __forceinline__ float row_sum16(const float *q, bool fuse, float4 *warp_sums) {
+    warp_sum<ORDER>(q, fuse, (float *)warp_sums);
+    barrier(1, ROW_THREADS);
+    const float4 a = warp_sums[0], b = warp_sums[1];
+    const float even = add_rn(add_rn(a.x, b.x), add_rn(a.z, b.z));
+    return add_rn(even, add_rn(add_rn(a.y, b.y), add_rn(a.w, b.w)));
+}
+
+// Eight columns of a layer from r*h and gains.
+static __device__ __forceinline__ void write8(char *dst, const float *v, const float *g) {
+    float y[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) y[e] = mul_rn(v[e], g[e]);
+    store16(dst, bf16_pack8(y));
+}
+
+// The gains of a thread's chunks of the layers after the block's first, in its own part of shared
+// memory: no barrier is needed.
+template <int K, bool FP32>
+static __device__ __forceinline__ void fetch_gains(
+    uint4 *gains, const void *layer_gain, i64 column, int layers) {
+    constexpr int UNITS = FP32 ? 2 : 1, SIZE = FP32 ? 4 : 2;
+    for (int l = 0; l < layers; l++)
+#pragma unroll
+        for (int i = 0; i < K * UNITS; i++)
+            copy16_async(
+                gains + (l * K * UNITS + i) * ROW_THREADS + threadIdx.x,
+                (const char *)layer_gain + (column + (i64)l * D + i / UNITS * STEP) * SIZE +
+                    i % UNITS * 16);
+}
+template <bool FP32>
+static __device__ __forceinline__ void fetched_gains(const uint4 *gains, float *g) {
+    if (FP32) {
+        const uint4 a = gains[0], b = gains[ROW_THREADS];
+        g[0] = __uint_as_float(a.x), g[1] = __uint_as_float(a.y), g[2] = __uint_as_float(a.z);
+        g[3] = __uint_as_float(a.w), g[4] = __uint_as_float(b.x), g[5] = __uint_as_float(b.y);
+        g[6] = __uint_as_float(b.z), g[7] = __uint_as_float(b.w);
+    } else {
+        bf16_unpack8(gains[0], g);
+    }
+}
+
+// PARTS blocks a row and layers_per_block layers a block: grid {rows, layer groups, PARTS}.
+template <int ORDER, int PARTS, bool FP32>
+static __device__ __forceinline__ void norms_row(const ctxkv_norms_params &p) {
+    constexpr int K = CHUNKS / PARTS;
+    extern __shared__ uint4 gains[];
+    __shared__ float4 warp_sums[2][2];
+    const bool early = p.flags & CTXKV_NORMS_NEXT_EARLY;
+    const int first = threadIdx.x * 8, part = blockIdx.z;
+    const int layer = blockIdx.y * p.layers_per_block;
+    const int more = min(p.layers_per_block, p.layers - layer) - 1; // layers after the first
+    if (early) launch_next();
+    const u16 *src = (const u16 *)p.x + (i64)blockIdx.x * p.x_row + first;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; k++) prefetch(src + k * STEP);
+    const i64 column = (i64)layer * D + part * K * STEP + first;
+    float g[VALUES], layer_g[8 * K], h[VALUES];
+    load_gains<FP32>(p.hidden_gain, first, g);
+#pragma unroll
+    for (int k = 0; k < K; k++) gains8<FP32>(p.layer_gain, column + k * STEP, layer_g + 8 * k);
+    fetch_gains<K, FP32>(gains, p.layer_gain, column + D, more);
+    const place o = place_of(p, blockIdx.x, threadIdx.x);
+    uint4 x[CHUNKS];
+    launch_wait();
+    // Not before: blocks of launches to come would crowd those that run on a few multiprocessors.
+    if (!early) launch_next();
+    load_row(src, x);
+    if (part == 0) clear_words(p);
+    widen(x, h);
+    const bool input = p.flags & CTXKV_NORMS_HIDDEN_INPUT;
+    if (input) scale_by(g, h);
+    float s = row_sum16<ORDER>(h, p.flags & CTXKV_NORMS_HIDDEN_FUSE, warp_sums[0]);
+    scale(root(s, p.hidden_eps), h);
+    if (!input) scale_by(g, h);
+    round_row(h);
+    s = row_sum16<ORDER>(h, p.flags & CTXKV_NORMS_LAYER_FUSE, warp_sums[1]);
+    const float r = root(s, p.layer_eps);
+    copy_wait();
+#pragma unroll
+    for (int c = 0; c < PARTS; c++) {
+        if (c != part) continue;
+        float *v = h + c * 8 * K;
+        char *dst = o.base + layer * o.layer + c * K * o.chunk;
+#pragma unroll
+        for (int i = 0; i < 8 * K; i++) v[i] = mul_rn(r, v[i]);
+#pragma unroll
+        for (int k = 0; k < K; k++) write8(dst + k * o.chunk, v + 8 * k, layer_g + 8 * k);
+        const uint4 *fetched = gains + threadIdx.x;
+        for (int l = 0; l < more; l++) {
+            dst += o.layer;
+#pragma unroll
+            for (int k = 0; k < K; k++, fetched += (FP32 ? 2 : 1) * ROW_THREADS) {
+                float y[8];
+                fetched_gains<FP32>(fetched, y);
+                write8(dst + k * o.chunk, v + 8 * k, y);
+            }
+        }
+    }
 }
 
 template <int ORDER, bool SCALED, bool FP32>
@@ -373,27 +395,32 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
     }
 }
 
-#define NORMS_GAINS(name, order, scaled, bits)                                                     \
-    extern "C" __global__ void __launch_bounds__(256, bits == 16 ? 3 : 2)                          \
-        ctxkv_norms_few##bits##_##name(const __grid_constant__ ctxkv_norms_params p) {             \
-        norms_few<order, scaled, bits == 32>(p);                                                   \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                           \
-        ctxkv_norms_some##bits##_##name(const __grid_constant__ ctxkv_norms_params p) {            \
-        norms_some<order, scaled, bits == 32>(p);                                                  \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256, 3)                                           \
-        ctxkv_norms_many##bits##_##name(const __grid_constant__ ctxkv_norms_params p) {            \
-        norms_many<order, scaled, bits == 32>(p);                                                  \
+#define KERNEL(name, threads, blocks, body)                                                        \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
+        ctxkv_norms_##name(const __grid_constant__ ctxkv_norms_params p) {                         \
+        body(p);                                                                                   \
     }
+#define NORMS_GAINS(name, order, scaled, bits)                                                     \
+    KERNEL(some##bits##_##name, 512, 1, (norms_some<order, scaled, bits == 32>))                   \
+    KERNEL(many##bits##_##name, 256, 3, (norms_many<order, scaled, bits == 32>))
+#define NORMS_ROW(name, order, bits)                                                               \
+    KERNEL(row##bits##_##name, 256, 2, (norms_row<order, 1, bits == 32>))                          \
+    KERNEL(half##bits##_##name, 256, 2, (norms_row<order, 2, bits == 32>))
+#define NORMS_FEW(name, order, bits)                                                               \
+    KERNEL(few##bits##_##name, 256, bits == 16 ? 3 : 2, (norms_few<order, true, bits == 32>))
 #define NORMS(name, order, scaled)                                                                 \
     NORMS_GAINS(name, order, scaled, 16)                                                           \
     NORMS_GAINS(name, order, scaled, 32)                                                           \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                           \
-        ctxkv_norms_any_##name(const __grid_constant__ ctxkv_norms_params p) {                     \
-        norms_any<order, scaled>(p);                                                               \
-    }
+    KERNEL(any_##name, 256, 2, (norms_any<order, scaled>))
 NORMS(pair, PAIR, false)
+NORMS_ROW(pair, PAIR, 16)
+NORMS_ROW(pair, PAIR, 32)
 NORMS(pair_scaled, PAIR, true)
+NORMS_FEW(pair_scaled, PAIR, 16)
+NORMS_FEW(pair_scaled, PAIR, 32)
 NORMS(packed, PACKED, false)
+NORMS_ROW(packed, PACKED, 16)
+NORMS_ROW(packed, PACKED, 32)
 NORMS(packed_scaled, PACKED, true)
+NORMS_FEW(packed_scaled, PACKED, 16)
+NORMS_FEW(packed_scaled, PACKED, 32)

@@ -91,6 +91,7 @@ typedef struct {
 
 #define CTXKV_STORE_TABLE_BY2 1u // the cos/sin table is not 16-byte aligned
 #define CTXKV_STORE_SRC_BY2 2u   // nor are all rows of k and v
+#define CTXKV_STORE_PAST 4u      // so much is stored that it need not stay in the cache
 
 // One layer, any operands. Strides are in elements.
 typedef struct {

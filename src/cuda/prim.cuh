@@ -83,6 +83,11 @@ static __device__ __forceinline__ uint2 load8(const void *p) {
 static __device__ __forceinline__ uint4 load16_const(const void *p) {
     return __ldg((const uint4 *)p);
 }
+// Into the second-level cache, where every write of the device meets: nothing is read, so that it
+// may come before the launch wait.
+static __device__ __forceinline__ void prefetch(const void *p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
 static __device__ __forceinline__ void store16(void *p, uint4 w) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
                  "r"(w.w)
@@ -92,6 +97,12 @@ static __device__ __forceinline__ void load8_const(const float *p, float *v) {
     const float4 a = __ldg((const float4 *)p), b = __ldg((const float4 *)p + 1);
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
     v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+// For more than the second-level cache holds: these lines leave it first.
+static __device__ __forceinline__ void store16_past(void *p, uint4 w) {
+    asm volatile("st.global.cs.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z),
+                 "r"(w.w)
+                 : "memory");
 }
 // Global to shared memory past the registers; copy_wait waits for the thread's own copies.
 static __device__ __forceinline__ void copy16_async(void *shared, const void *global) {

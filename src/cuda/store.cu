@@ -23,9 +23,11 @@ template <int HD, unsigned NORM_, unsigned ROPE_, bool VEC_> struct shape {
     static __device__ __forceinline__ uint4 load(const void *p, bool by2) {
         return !VEC_ && by2 ? load16_by2(p) : load16_stream(p);
     }
-    static __device__ __forceinline__ void store(void *p, uint4 w, bool by2) {
+    static __device__ __forceinline__ void store(void *p, uint4 w, bool by2, bool past) {
         if (!VEC_ && by2)
             store16_by2(p, w);
+        else if (past)
+            store16_past(p, w);
         else
             store16(p, w);
     }
@@ -251,10 +253,11 @@ static __device__ __forceinline__ void finish_unit(
     if (S::rope(c) == CTXKV_STORE_ROPE_NEOX) rope_neox<S>(u.angles, lane, k);
     if (u.slot < 0) return;
     if (u.fault == CTXKV_FAULT_KIND_NONE) {
+        const bool past = c.flags & CTXKV_STORE_PAST;
 #pragma unroll
         for (int v = 0; v < S::VECS; v++) {
-            S::store(u.k + v * 256, bf16_pack8(k[v]), by2);
-            S::store(u.v + v * 256, u.v_words[v], by2);
+            S::store(u.k + v * 256, bf16_pack8(k[v]), by2, past);
+            S::store(u.v + v * 256, u.v_words[v], by2, past);
         }
     } else if (u.first_head && lane == 0) {
         fault_report(
@@ -272,9 +275,10 @@ static __device__ __forceinline__ void store_units(
     const INDEX units = (INDEX)l.rows * (INDEX)c.heads;
     const INDEX i = (INDEX)blockIdx.x * groups + threadIdx.x / S::LANES;
     unit<S> u;
-    launch_next();
     place_unit<S>(c, l, lane, i, u);
     launch_wait_after((u64)u.k_src | (u64)u.v_src | (u64)(l.slots + u.row) | (u64)u.k | (u64)u.v);
+    // Not before: blocks of launches to come would crowd those that run on a few multiprocessors.
+    launch_next();
     read_unit<S>(c, l, i < units, u);
     check_unit<S>(c, l, lane, u);
     finish_unit<S>(c, l.k_weight, by2, blockIdx.y, lane, u);

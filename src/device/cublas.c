@@ -102,6 +102,46 @@ void ctxkv__cublas_use(const struct ctxkv__cublas *fake) {
     ctxkv__lock_give(&load_lock);
 }
 
+struct ctxkv__spare {
+    const struct ctxkv__cublas *cublas;
+    void *handle;
+    struct ctxkv__spare *next;
+};
+
+int ctxkv__cublas_take(
+    const struct ctxkv__cublas *b, struct ctxkv__cuda_device *gpu, void **handle) {
+    ctxkv__lock_take(&gpu->lock);
+    struct ctxkv__spare *spare = gpu->spare_handles;
+    if (spare) gpu->spare_handles = spare->next;
+    ctxkv__lock_give(&gpu->lock);
+    if (!spare) return b->create(handle);
+    *handle = spare->handle;
+    free(spare);
+    return 0;
+}
+
+void ctxkv__cublas_give(
+    const struct ctxkv__cublas *b, struct ctxkv__cuda_device *gpu, void *handle) {
+    struct ctxkv__spare *spare = malloc(sizeof *spare);
+    if (!spare) {
+        b->destroy(handle);
+        return;
+    }
+    ctxkv__lock_take(&gpu->lock);
+    *spare = (struct ctxkv__spare){b, handle, gpu->spare_handles};
+    gpu->spare_handles = spare;
+    ctxkv__lock_give(&gpu->lock);
+}
+
+void ctxkv__cublas_close(struct ctxkv__cuda_device *gpu) {
+    while (gpu->spare_handles) {
+        struct ctxkv__spare *spare = gpu->spare_handles;
+        gpu->spare_handles = spare->next;
+        spare->cublas->destroy(spare->handle);
+        free(spare);
+    }
+}
+
 ctxkv_status ctxkv__cublas_fail(const struct ctxkv__cublas *b, int result, const char *doing) {
     return ctxkv__fail(
         result == 3 ? CTXKV_OUT_OF_MEMORY : CTXKV_DRIVER, "%s: cuBLAS status %d (%s)", doing,

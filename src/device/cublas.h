@@ -25,6 +25,13 @@ struct ctxkv__cublas {
 ctxkv_status ctxkv__cublas_get(const char *path, const struct ctxkv__cublas **cublas);
 // Tests: use this table (NULL: the real one again).
 void ctxkv__cublas_use(const struct ctxkv__cublas *fake);
+// A handle of this device, and back: destroying one would wait for the device, which ends every
+// capture, so that they are kept for later plans until the device is closed.
+int ctxkv__cublas_take(
+    const struct ctxkv__cublas *b, struct ctxkv__cuda_device *gpu, void **handle);
+void ctxkv__cublas_give(
+    const struct ctxkv__cublas *b, struct ctxkv__cuda_device *gpu, void *handle);
+void ctxkv__cublas_close(struct ctxkv__cuda_device *gpu);
 ctxkv_status ctxkv__cublas_fail(const struct ctxkv__cublas *b, int result, const char *doing);
 
 #endif

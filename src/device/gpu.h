@@ -39,6 +39,7 @@ struct ctxkv__cuda_device {
     CUfunction kernels[CTXKV__KERNELS];
     char *cublas_path; // the option, or NULL
     int cublas_version;
+    struct ctxkv__spare *spare_handles; // of cuBLAS, from plans destroyed
 };
 
 struct ctxkv__gpu_scope {
@@ -48,9 +49,13 @@ struct ctxkv__gpu_scope {
 
 // Makes the device's context current until leave; the caller's is untouched.
 ctxkv_status ctxkv__gpu_enter(const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope);
-// The same for slow work: refused during a capture; allowed beside another thread's capture.
+// The same for slow work: refused during a capture of which the driver tells (of a stream that
+// waits for the default stream), harmless to every other.
 ctxkv_status ctxkv__gpu_enter_slow(
     const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope, const char *doing);
+// The same for giving back what a plan held: never refused.
+ctxkv_status ctxkv__gpu_enter_free(
+    const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope);
 void ctxkv__gpu_leave(const struct ctxkv__cuda_device *gpu, const struct ctxkv__gpu_scope *scope);
 
 // Waits for what the default stream still does to the weights a plan is about to read. (Waiting for

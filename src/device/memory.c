@@ -18,7 +18,7 @@ static ctxkv_status alloc(ctxkv_device *device, size_t bytes, void **address) {
 
 static void release(ctxkv_device *device, void *address) {
     struct ctxkv__gpu_scope scope;
-    if (ctxkv__gpu_enter(device->gpu, &scope)) return;
+    if (ctxkv__gpu_enter_free(device->gpu, &scope)) return;
     ctxkv__gpu_free(device->gpu, (CUdeviceptr)(uintptr_t)address);
     ctxkv__gpu_leave(device->gpu, &scope);
 }

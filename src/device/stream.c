@@ -24,6 +24,12 @@ static ctxkv_status capturing(const char *doing) {
         doing);
 }
 
+// In this mode allocating, freeing and waiting for a stream leave captures of other streams whole.
+static void relax(const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope) {
+    scope->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    scope->relaxed = !gpu->cu->cuThreadExchangeStreamCaptureMode(&scope->mode);
+}
+
 ctxkv_status ctxkv__gpu_enter_slow(
     const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope, const char *doing) {
     ctxkv_status status = ctxkv__gpu_enter(gpu, scope);
@@ -39,9 +45,17 @@ ctxkv_status ctxkv__gpu_enter_slow(
         else if (result)
             status = ctxkv__cu_fail(gpu->cu, result, doing);
     }
-    scope->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    if (!status && !gpu->cu->cuThreadExchangeStreamCaptureMode(&scope->mode)) scope->relaxed = true;
-    if (status) ctxkv__gpu_leave(gpu, scope);
+    if (status)
+        ctxkv__gpu_leave(gpu, scope);
+    else
+        relax(gpu, scope);
+    return status;
+}
+
+ctxkv_status ctxkv__gpu_enter_free(
+    const struct ctxkv__cuda_device *gpu, struct ctxkv__gpu_scope *scope) {
+    ctxkv_status status = ctxkv__gpu_enter(gpu, scope);
+    if (!status) relax(gpu, scope);
     return status;
 }
 

@@ -209,8 +209,8 @@ def first_use_in_a_capture():
 
 @test
 def a_blocking_capture_refuses_plans():
-    """B18 b. (The driver does not tell of a capture on a non-blocking stream; the Python package
-    asks torch for that one.)"""
+    """B18 b. (The driver does not tell of a capture on a non-blocking stream: the next test. The Python
+    package asks torch for that one.)"""
     cu = C.CDLL("libcuda.so.1")
     m, stream, graph = Muse(1, 3, 2), C.c_void_p(), C.c_void_p()
     assert cu.cuStreamCreate(C.byref(stream), 0) == 0
@@ -222,6 +222,29 @@ def a_blocking_capture_refuses_plans():
         assert e.status == 6 and "captured" in e.text, e
     assert cu.cuStreamEndCapture(stream, C.byref(graph)) == 0
     cu.cuStreamDestroy_v2(stream)
+
+
+@test
+def a_capture_survives_plans_made_and_destroyed():
+    """Beside a capture of which the driver does not tell, plans come and go and the graph is right."""
+    m = Muse(2, 100)  # norms, cuBLAS, store
+    plan, want, got = m.chain(GPU, m.gpu), m.caches("cuda"), m.caches("cuda")
+    m.run(plan, want, m.gpu)
+    old, graph = m.chain(GPU, m.gpu), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        m.run(plan, got, m.gpu)
+        made = m.chain(GPU, m.gpu)
+        old.close()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(same(a, b) for a, b in zip(want, got))
+    again = m.caches("cuda")
+    m.run(made, again, m.gpu)
+    torch.cuda.synchronize()
+    assert all(same(a, b) for a, b in zip(want, again))
+    made.close()
+    plan.close()
 
 
 @test

@@ -44,6 +44,18 @@ static bool fails(const char *name) {
     fake.slow_calls++;                                                                             \
     STEP(name)
 
+// A call that ends captures unless the thread has relaxed its mode, and one that always does.
+#define UNLESS_RELAXED()                                                                           \
+    do {                                                                                           \
+        if (fake.other_capturing && !fake.relaxed) {                                               \
+            fake.capture_ended = true;                                                             \
+            return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;                                          \
+        }                                                                                          \
+    } while (0)
+static void ends_captures(void) {
+    if (fake.other_capturing) fake.capture_ended = true;
+}
+
 static CUresult f_cuInit(unsigned flags) {
     (void)flags;
     STEP(cuInit);
@@ -122,10 +134,12 @@ static CUresult f_cuCtxPopCurrent(CUcontext *context) {
 }
 static CUresult f_cuCtxSynchronize(void) {
     SLOW(cuCtxSynchronize);
-    return 0;
+    ends_captures();
+    return fake.other_capturing ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : 0;
 }
 static CUresult f_cuMemAlloc(CUdeviceptr *address, size_t bytes) {
     SLOW(cuMemAlloc);
+    UNLESS_RELAXED();
     if (fake.most_bytes && bytes > fake.most_bytes) return CUDA_ERROR_OUT_OF_MEMORY;
     void *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
     if (!memory) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -136,6 +150,7 @@ static CUresult f_cuMemAlloc(CUdeviceptr *address, size_t bytes) {
 }
 static CUresult f_cuMemFree(CUdeviceptr address) {
     fake.slow_calls++;
+    UNLESS_RELAXED();
     free((void *)(uintptr_t)address);
     fake.allocations--;
     return 0;
@@ -179,6 +194,7 @@ static CUresult f_cuStreamDestroy(CUstream stream) {
 static CUresult f_cuStreamSynchronize(CUstream stream) {
     (void)stream;
     SLOW(cuStreamSynchronize);
+    UNLESS_RELAXED();
     return 0;
 }
 static CUresult f_cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
@@ -283,6 +299,7 @@ static CUresult f_cuLibraryLoadData(
 }
 static CUresult f_cuLibraryUnload(CUlibrary library) {
     (void)library;
+    UNLESS_RELAXED();
     fake.libraries--;
     return 0;
 }
@@ -333,6 +350,7 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_store_", sizeof(ctxkv_store_fast)},
         {"ctxkv_prenorm", sizeof(ctxkv_prenorm_params)},
         {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
+        {"ctxkv_decode_pack_rows", sizeof(ctxkv_decode_rows_params)},
         {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
         {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
         {"ctxkv_floor_", sizeof(ctxkv_floor_params)},
@@ -402,6 +420,7 @@ void *fake_symbol(const char *name) {
 
 static int b_create(void **handle) {
     fake.slow_calls++;
+    if (fake.other_capturing && !fake.relaxed) return 1;
     if (fake.cublas_fail_with) return fake.cublas_fail_with;
     *handle = (void *)(uintptr_t)0x3000;
     fake.handles++;
@@ -409,6 +428,7 @@ static int b_create(void **handle) {
 }
 static int b_destroy(void *handle) {
     (void)handle;
+    ends_captures();
     fake.handles--;
     return 0;
 }

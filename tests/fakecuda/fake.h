@@ -24,6 +24,9 @@ struct fake_state {
     CUcontext current; // of the calling thread
     CUdevice current_device;
     bool legacy_capturing, thread_capturing, no_code;
+    // A stream that does not wait for the default stream is being captured: nothing tells of it,
+    // and some calls end it (as an H200 did, driver 580).
+    bool other_capturing, capture_ended;
     bool many_launches; // more than FAKE_LAUNCHES: the record begins anew
     // The call that fails: number fail_at (from 0), or every call of fail_name.
     long fail_at;

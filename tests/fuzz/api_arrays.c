@@ -52,7 +52,8 @@ static char *element(const struct array *a, int64_t index) {
 void array_new(
     struct input *in, struct array *a, enum type type, int ndim, const int64_t *shape,
     const void *values, bool plain) {
-    static const size_t items[] = {[BF16] = 2, [FP32] = 4, [I64] = 8};
+    static const size_t items[] = {
+        [BF16] = 2, [FP32] = 4, [I64] = 8, [FP16] = 2, [U8] = 1, [E4M3] = 1, [E5M2] = 1};
     static const struct place cpu;
     int64_t first, extent = 1;
     tensor_on(&a->tensor, &cpu, 0, type, ndim, shape, shape);

@@ -79,8 +79,19 @@ void store_options(struct input *in, struct store_case *c) {
     d->rotary_dim = choose(in, 3) ? d->head_dim : 2 * (1 + choose(in, 32));
     c->table_rows = choose(in, 9);
     c->slot_count = choose(in, 3) == 0 ? 1 : d->num_layers;
-    if (d->rope != CTXKV_ROPE_NONE) c->table = noise_new(in, c->table_rows * d->rotary_dim);
-    if (d->k_norm == CTXKV_K_NORM_RMS) c->gain = noise_new(in, d->num_layers * d->head_dim);
+    static const enum type tables[] = {BF16, BF16, FP16, FP32}, caches[] = {BF16, FP16, E4M3, E5M2};
+    static const float factors[] = {0.0f, 0.0f, 0.612f, -1e30f};
+    c->table_type = tables[choose(in, 4)];
+    if (d->rope != CTXKV_ROPE_NONE) // FP32: two noises a value
+        c->table = noise_new(in, c->table_rows * d->rotary_dim * (c->table_type == FP32 ? 2 : 1));
+    if (d->k_norm == CTXKV_K_NORM_RMS && choose(in, 4))
+        c->gain = noise_new(in, d->num_layers * d->head_dim);
+    d->k_gain_centre = choose(in, 2) ? 0.0f : 1.0f;
+    d->v_norm = (ctxkv_v_norm)(choose(in, 3) == 0);
+    d->v_eps = d->k_eps;
+    d->v_scale = factors[choose(in, 4)];
+    d->cache_type = (ctxkv_cache_type)(choose(in, 2) ? 0 : choose(in, 4));
+    c->cache = d->cache_type >= CTXKV_CACHE_FP8_E4M3 && choose(in, 2) ? U8 : caches[d->cache_type];
 }
 
 static int64_t strange(struct input *in, int64_t limit) {

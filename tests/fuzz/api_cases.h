@@ -26,6 +26,7 @@ ctxkv_norms_desc norms_desc(struct input *in, int64_t d, int64_t layers, bool ro
 struct store_case {
     ctxkv_store_desc desc;
     int64_t rows, table_rows, slot_count, blocks[MAX_L], page[MAX_L], slot_rows[MAX_L];
+    enum type table_type, cache;
     uint16_t *k, *v, *table, *gain;
     int64_t *positions, *slots[MAX_L];
 };

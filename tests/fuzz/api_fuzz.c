@@ -80,7 +80,7 @@ static void projection_run(
     struct input *in, struct projection_case *c, struct place *place, bool is_plain,
     uint16_t *result) {
     int64_t d = c->desc.hidden_size, l = c->desc.num_layers;
-    int64_t columns = 2 * c->desc.num_kv_heads * c->desc.head_dim;
+    int64_t columns = (c->desc.k_only ? 1 : 2) * c->desc.num_kv_heads * c->desc.head_dim;
     struct array w, bias = {0}, x, kv;
     ctxkv_projection_desc desc = c->desc;
     array_new(in, &w, BF16, 3, DIMS(l, columns, d), c->w, is_plain);
@@ -110,7 +110,10 @@ static void fuzz_projection(struct input *in) {
     c.desc.num_layers = 1 + choose(in, 3);
     c.desc.num_kv_heads = 1 + choose(in, 2);
     c.desc.head_dim = choose(in, 4) ? 64 : 128;
-    int64_t columns = 2 * c.desc.num_kv_heads * c.desc.head_dim, l = c.desc.num_layers;
+    c.desc.k_only = choose(in, 4) == 0;
+    c.desc.bias_add = choose(in, 2) ? CTXKV_BIAS_FUSED : CTXKV_BIAS_AFTER;
+    int64_t columns = (c.desc.k_only ? 1 : 2) * c.desc.num_kv_heads * c.desc.head_dim;
+    int64_t l = c.desc.num_layers;
     c.x = noise_new(in, (c.shared ? 1 : l) * c.rows * c.desc.hidden_size);
     c.w = noise_new(in, l * columns * c.desc.hidden_size);
     if (choose(in, 2)) c.bias = noise_new(in, l * columns);
@@ -130,7 +133,8 @@ static void store_run(
     int64_t l = desc.num_layers, h = desc.num_kv_heads, n = desc.head_dim;
     struct array table = {0}, gain = {0}, k, v, positions, slots[MAX_L], kc[MAX_L], vc[MAX_L];
     const DLTensor *slot_list[MAX_L], *keys[MAX_L], *values[MAX_L];
-    if (c->table) array_new(in, &table, BF16, 2, DIMS(c->table_rows, desc.rotary_dim), c->table, 1);
+    if (c->table)
+        array_new(in, &table, c->table_type, 2, DIMS(c->table_rows, desc.rotary_dim), c->table, 1);
     if (c->gain) array_new(in, &gain, BF16, 2, DIMS(l, n), c->gain, is_plain);
     desc.cos_sin = c->table ? &table.tensor.t : 0;
     desc.k_norm_weight = c->gain ? &gain.tensor.t : 0;
@@ -138,8 +142,8 @@ static void store_run(
     CHECK(ctxkv_store_create(place->device, &desc, &store));
     array_free(&gain);
     for (int64_t i = 0; i < l; i++) {
-        array_new(in, &kc[i], BF16, 4, DIMS(c->blocks[i], c->page[i], h, n), 0, is_plain);
-        array_new(in, &vc[i], BF16, 4, DIMS(c->blocks[i], c->page[i], h, n), 0, is_plain);
+        array_new(in, &kc[i], c->cache, 4, DIMS(c->blocks[i], c->page[i], h, n), 0, is_plain);
+        array_new(in, &vc[i], c->cache, 4, DIMS(c->blocks[i], c->page[i], h, n), 0, is_plain);
         keys[i] = &kc[i].tensor.t, values[i] = &vc[i].tensor.t;
     }
     for (int64_t i = 0; i < c->slot_count; i++) {
@@ -151,8 +155,8 @@ static void store_run(
     array_new(in, &v, BF16, 4, DIMS(l, c->rows, h, n), c->v, is_plain);
     array_new(in, &positions, I64, 1, &c->rows, c->positions, true);
     CHECK(ctxkv_store_run(
-        store, &k.tensor.t, &v.tensor.t, c->table ? &positions.tensor.t : 0, slot_list,
-        c->slot_count, 0));
+        store, &k.tensor.t, desc.v_from_k ? 0 : &v.tensor.t, c->table ? &positions.tensor.t : 0,
+        slot_list, c->slot_count, 0));
     ctxkv_faults faults;
     CHECK(ctxkv_store_faults(store, &faults));
     expect_faults(c, &faults, 1);
@@ -175,14 +179,15 @@ static void fuzz_store(struct input *in) {
     d->num_kv_heads = 1 + choose(in, 3);
     d->head_dim = choose(in, 3) ? 64 : 128;
     store_options(in, &c);
+    d->v_from_k = choose(in, 4) == 0;
     int64_t count = d->num_layers * c.rows * d->num_kv_heads * d->head_dim;
     c.k = noise_new(in, count);
     c.v = noise_new(in, count);
     store_places(in, &c);
     uint16_t *got[MAX_L], *want[MAX_L];
     for (int64_t i = 0; i < d->num_layers; i++) {
-        got[i] = malloc(store_bytes(&c, i) + 1);
-        want[i] = malloc(store_bytes(&c, i) + 1);
+        got[i] = calloc(store_bytes(&c, i) + 1, 1);
+        want[i] = calloc(store_bytes(&c, i) + 1, 1);
     }
     store_run(in, &c, &fast, false, got);
     store_run(in, &c, &plain, true, want);
@@ -215,6 +220,14 @@ static void fuzz_descriptors(struct input *in) {
         {&s.k_eps, sizeof s.k_eps},
         {&s.rope, sizeof s.rope},
         {&s.rotary_dim, 8},
+        {&s.v_norm, sizeof s.v_norm},
+        {&s.v_eps, sizeof s.v_eps},
+        {&s.v_scale, sizeof s.v_scale},
+        {&s.v_from_k, sizeof s.v_from_k},
+        {&s.k_gain_centre, sizeof s.k_gain_centre},
+        {&s.cache_type, sizeof s.cache_type},
+        {&s.scale_count, 8},
+        {&s.layer_cos_sin_count, 8},
         {&s.num_kv_heads, 8},
         {&n.size, 8},
         {&s.size, 1}};

@@ -80,7 +80,9 @@ static void operands_new(
     if (c->layer) array_new(in, &o->layer, BF16, 2, DIMS(l, d), c->layer, is_plain);
     if (c->bias) array_new(in, &o->bias, BF16, 2, DIMS(l, columns), c->bias, is_plain);
     if (s->table)
-        array_new(in, &o->table, BF16, 2, DIMS(s->table_rows, s->desc.rotary_dim), s->table, true);
+        array_new(
+            in, &o->table, s->table_type, 2, DIMS(s->table_rows, s->desc.rotary_dim), s->table,
+            true);
     if (s->gain) array_new(in, &o->gain, BF16, 2, DIMS(l, s->desc.head_dim), s->gain, is_plain);
     weights_new(in, c, is_plain, o);
     o->layers = &o->layer.tensor.t;
@@ -111,8 +113,8 @@ static void caches_new(
     struct input *in, const struct store_case *s, bool is_plain, struct caches *to) {
     for (int64_t i = 0; i < s->desc.num_layers; i++) {
         const int64_t shape[] = {s->blocks[i], s->page[i], s->desc.num_kv_heads, s->desc.head_dim};
-        array_new(in, &to->k[i], BF16, 4, shape, 0, is_plain);
-        array_new(in, &to->v[i], BF16, 4, shape, 0, is_plain);
+        array_new(in, &to->k[i], s->cache, 4, shape, 0, is_plain);
+        array_new(in, &to->v[i], s->cache, 4, shape, 0, is_plain);
         to->keys[i] = &to->k[i].tensor.t, to->values[i] = &to->v[i].tensor.t;
     }
 }
@@ -282,8 +284,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (int i = 0; i < 4; i++) in.seed = in.seed * 256 + (uint64_t)choose(&in, 256);
     case_new(&in, &c);
     for (int64_t i = 0; i < c.norms.num_layers; i++) {
-        got[i] = malloc(store_bytes(&c.store, i) + 1);
-        want[i] = malloc(store_bytes(&c.store, i) + 1);
+        got[i] = calloc(store_bytes(&c.store, i) + 1, 1);
+        want[i] = calloc(store_bytes(&c.store, i) + 1, 1);
     }
     chain_run(&in, &c, got);
     parts_run(&in, &c, want);
