@@ -14,8 +14,8 @@
 // Threads. A device may be shared by threads. A plan may run on several threads or streams at once
 // if each call brings its own workspace (ctxkv_chain_call); binding caches and destroying may not
 // overlap a run. Runs of CUDA plans launch kernels only (no allocation, no synchronisation), so
-// they may be captured in CUDA graphs. Create plans before a capture begins: during one it is refused
-// where the driver tells of it, and harmless to the capture where it does not.
+// they may be captured in CUDA graphs. Create plans before a capture begins: during one it is
+// refused where the driver tells of it, and harmless to the capture where it does not.
 #ifndef CTXKV_CTXKV_H
 #define CTXKV_CTXKV_H
 
