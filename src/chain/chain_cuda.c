@@ -47,7 +47,8 @@ ctxkv_status ctxkv__cuda_chain_create(struct ctxkv_chain *plan) {
             ctxkv__gpu_alloc(gpu, plan->workspace_size, "the chain's workspace", &g->workspace);
     }
     if (!status && ctxkv__way_allowed("prefill")) status = ctxkv__prefill_create(plan, &g->prefill);
-    if (!status && ctxkv__way_allowed("decode")) status = ctxkv__decode_create(plan, &g->decode);
+    if (!status && ctxkv__way_allowed("decode"))
+        status = ctxkv__decode_create(plan, ctxkv__way_allowed("fused"), &g->decode);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
