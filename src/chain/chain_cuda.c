@@ -13,10 +13,7 @@ struct chain_gpu {
     struct ctxkv__decode *decode;
 };
 
-// CTXKV_CHAIN_WAYS names the ways that may be taken beside the three parts ("decode", "prefill", or
-// "none"), for measuring and for finding a fault; unset, all. "prefill-always" takes that way also
-// where another is faster. Read when a chain is made.
-static bool way_allowed(const char *name) {
+bool ctxkv__way_allowed(const char *name) {
     const char *ways = getenv("CTXKV_CHAIN_WAYS");
     return !ways || strstr(ways, name);
 }
@@ -49,8 +46,9 @@ ctxkv_status ctxkv__cuda_chain_create(struct ctxkv_chain *plan) {
         status =
             ctxkv__gpu_alloc(gpu, plan->workspace_size, "the chain's workspace", &g->workspace);
     }
-    if (!status && way_allowed("prefill")) status = ctxkv__prefill_create(plan, &g->prefill);
-    if (!status && way_allowed("decode")) status = ctxkv__decode_create(plan, &g->decode);
+    if (!status && ctxkv__way_allowed("prefill")) status = ctxkv__prefill_create(plan, &g->prefill);
+    if (!status && ctxkv__way_allowed("decode"))
+        status = ctxkv__decode_create(plan, ctxkv__way_allowed("fused"), &g->decode);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }

@@ -21,8 +21,9 @@ ctxkv_status ctxkv__prefill_launch(
 
 struct ctxkv__decode;
 // NULL without an error where the kernels do not know the chain or there is no room for the packed
-// copy of the weights that they read.
-ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode **decode);
+// copy of the weights that they read. fuse: one kernel may do the whole chain.
+ctxkv_status ctxkv__decode_create(
+    struct ctxkv_chain *plan, bool fuse, struct ctxkv__decode **decode);
 void ctxkv__decode_destroy(const struct ctxkv_chain *plan, struct ctxkv__decode *decode);
 size_t ctxkv__decode_memory(const struct ctxkv__decode *decode);
 // Bytes of the chain's workspace that this way wants; 0 where it does not exist.

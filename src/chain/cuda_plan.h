@@ -7,6 +7,11 @@
 #include "../device/gpu.h"
 #include "cuda_backend.h"
 
+// CTXKV_CHAIN_WAYS names the ways that may be taken beside the three parts ("decode", "prefill", or
+// "none"), for measuring and for finding a fault; unset, all. "prefill-always" takes
+// that way also where another is faster. Read when a plan is made.
+bool ctxkv__way_allowed(const char *name);
+
 static inline bool ctxkv__aligned(const void *p, unsigned bytes) {
     return (uintptr_t)p % bytes == 0;
 }

@@ -7,11 +7,14 @@
 #include "chain_ways.h"
 #include "decode_parts.h"
 
+enum { PACKINGS = 3 };
+
 struct ctxkv__decode {
     struct ctxkv__decode_shape shape;
     int packings;
-    struct ctxkv__decode_packing packing[2];
-    CUdeviceptr weights[2];
+    struct ctxkv__decode_packing packing[PACKINGS];
+    CUdeviceptr weights[PACKINGS];
+    bool fuses; // one kernel may do the whole chain
     size_t bytes, kv_offset, counter_offset;
     int64_t x_layers, most_rows;
     unsigned flags; // CTXKV_DECODE_TABLE_BY2
@@ -105,8 +108,14 @@ ctxkv_status ctxkv__decode_pack_weights(
 }
 
 enum ctxkv__kernel ctxkv__decode_kernel(const struct ctxkv__decode_cut *cut) {
+#define FUSED(rows, every, s)                                                                      \
+    if (cut->fused && cut->batch_rows == rows && cut->local == every && cut->steps == s)           \
+        return CTXKV__KERNEL_decode_fused_r##rows##_l##every##_s##s;
+    CTXKV_DECODE_FUSED_SHAPES(FUSED)
+#undef FUSED
 #define KERNEL(n, s)                                                                               \
-    if (cut->columns == n && cut->steps == s) return CTXKV__KERNEL_decode_n##n##_s##s;
+    if (!cut->fused && cut->columns == n && cut->steps == s)                                       \
+        return CTXKV__KERNEL_decode_n##n##_s##s;
     CTXKV_DECODE_SHAPES(KERNEL)
 #undef KERNEL
     return CTXKV__KERNELS;
@@ -124,7 +133,36 @@ ctxkv_status ctxkv__decode_load(
     return status;
 }
 
-ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode **decode) {
+// The row norms without input scale of the layers, in the order of sm_90, with gains of BF16.
+static bool knows_norms(const struct ctxkv_chain *plan) {
+    struct ctxkv__norms_parts parts = ctxkv__cuda_norms_parts(plan->norms);
+    const ctxkv_norms_desc *n = &plan->norms->desc;
+    return n->hidden.kind == CTXKV_NORM_ROW && n->layer.kind == CTXKV_NORM_ROW && parts.layer16 &&
+           !parts.scaled && !parts.packed;
+}
+
+// The one kernel's packing, unless it is one of the others, and its kernels.
+static ctxkv_status add_fused(const struct ctxkv_chain *plan, struct ctxkv__decode *d) {
+    struct ctxkv__decode_packing packing;
+    ctxkv_status status = CTXKV_OK;
+    d->fuses = knows_norms(plan) && ctxkv__decode_fused_packing(&d->shape, &packing);
+    if (!d->fuses) return CTXKV_OK;
+    int i = 0;
+    while (i < d->packings && d->packing[i].tile_rows != packing.tile_rows) i++;
+    d->packing[i] = packing;
+    if (i == d->packings) d->packings++;
+    for (int rows = 1; !status && rows <= CTXKV_DECODE_MAX_ROWS; rows++) {
+        struct ctxkv__decode_cut cut;
+        if (!ctxkv__decode_fused_cut(&d->shape, rows, &cut)) continue;
+        if (ctxkv__decode_kernel(&cut) == CTXKV__KERNELS)
+            return ctxkv__fail(CTXKV_NO_KERNEL, "no kernel for a chain of %d rows", rows);
+        status = ctxkv__gpu_kernel(plan->device->gpu, ctxkv__decode_kernel(&cut));
+    }
+    return status;
+}
+
+ctxkv_status ctxkv__decode_create(
+    struct ctxkv_chain *plan, bool fuse, struct ctxkv__decode **decode) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     *decode = 0;
     if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_decode)) return CTXKV_OK;
@@ -145,6 +183,7 @@ ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode
         d->flags |= CTXKV_DECODE_TABLE_BY2;
     ctxkv__gpu_settle(gpu);
     ctxkv_status status = ctxkv__decode_load(gpu, &d->shape);
+    if (!status && fuse) status = add_fused(plan, d);
     for (int i = 0; !status && i < d->packings; i++)
         status =
             ctxkv__decode_pack_weights(plan->projection, &d->packing[i], &d->weights[i], &d->bytes);
@@ -161,7 +200,7 @@ ctxkv_status ctxkv__decode_create(struct ctxkv_chain *plan, struct ctxkv__decode
 
 void ctxkv__decode_destroy(const struct ctxkv_chain *plan, struct ctxkv__decode *d) {
     if (!d) return;
-    for (int i = 0; i < 2; i++) ctxkv__gpu_free(plan->device->gpu, d->weights[i]);
+    for (int i = 0; i < PACKINGS; i++) ctxkv__gpu_free(plan->device->gpu, d->weights[i]);
     free(d);
 }
 
@@ -209,6 +248,19 @@ static bool fill_layers(
     return any;
 }
 
+static void fill_norms(
+    const struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, ctxkv_decode_params *p) {
+    const ctxkv_norms_desc *n = &plan->norms->desc;
+    struct ctxkv__norms_parts parts = ctxkv__cuda_norms_parts(plan->norms);
+    p->x = call->x;
+    p->x_row = call->rows > 1 ? call->x_row_stride : 0;
+    p->hidden_gain = parts.hidden16;
+    p->layer_gain = parts.layer16;
+    p->hidden_eps = n->hidden.eps;
+    p->layer_eps = n->layer.eps;
+    p->norm_flags = parts.flags;
+}
+
 static ctxkv_status launch_layers(
     const struct ctxkv_chain *plan, const struct ctxkv__decode *d,
     const struct ctxkv__chain_call *call, const struct ctxkv__decode_cut *cut, char *workspace,
@@ -216,7 +268,8 @@ static ctxkv_status launch_layers(
     const ctxkv_store_desc *s = &plan->store->desc;
     int64_t half = plan->projection->args.block_columns, heads = s->num_kv_heads;
     int64_t x_layer = (int64_t)cut->batch_tiles * cut->chunks * cut->batch_rows;
-    int packing = cut->packing.tile_rows != d->packing[0].tile_rows;
+    int packing = 0;
+    while (d->packing[packing].tile_rows != cut->packing.tile_rows) packing++;
     bool shared = d->x_layers == 1;
     ctxkv_decode_params p = {
         .x = workspace + (shared ? 0 : first * x_layer * 16),
@@ -251,17 +304,21 @@ static ctxkv_status launch_layers(
         .flags = d->flags,
         .eps = s->k_eps,
     };
+    if (cut->fused) fill_norms(plan, call, &p);
     // A launch that stores nothing would not wait for the kernels before it either.
     if (!fill_layers(plan, call, first, count, &p)) return CTXKV_OK;
     struct ctxkv__launch launch = {
         .kernel = ctxkv__decode_kernel(cut),
         .grid = {(uint32_t)cut->packing.tiles, (uint32_t)cut->batch_tiles, (uint32_t)count},
-        .threads = CTXKV_DECODE_THREADS,
+        .threads = cut->fused ? CTXKV_DECODE_FUSED_THREADS : CTXKV_DECODE_THREADS,
         .shared = cut->shared_bytes,
-        .cluster = {(uint32_t)cut->cluster_tiles, (uint32_t)cut->cluster_batches},
         .stream = call->stream,
         .params = &p,
     };
+    if (!cut->fused) { // there it is compiled in
+        launch.cluster[0] = (uint32_t)cut->cluster_tiles;
+        launch.cluster[1] = (uint32_t)cut->cluster_batches;
+    }
     return ctxkv__gpu_launch(plan->device->gpu, &launch);
 }
 
@@ -270,6 +327,9 @@ ctxkv_status ctxkv__decode_launch(
     const struct ctxkv__chain_call *call, char *workspace) {
     int64_t layers = plan->projection->desc.num_layers;
     struct ctxkv__decode_cut cut;
+    bool fits = d->fuses && ctxkv__aligned(call->x, 16) && call->x_row_stride % 8 == 0;
+    if (fits && ctxkv__decode_fused_cut(&d->shape, call->rows, &cut))
+        return launch_layers(plan, d, call, &cut, workspace, 0, layers);
     if (!ctxkv__decode_cut(&d->shape, call->rows, &cut))
         return ctxkv__fail(CTXKV_UNSUPPORTED, "the decode kernels do not take this shape");
     struct ctxkv__lines lines = {

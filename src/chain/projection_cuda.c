@@ -120,11 +120,13 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     return status;
 }
 
+#define FEW_ROWS 16 // 0: never
+
 // Where the decode kernels beat cuBLAS (docs/gpu.md). They cost a copy of the weights.
 static int64_t most_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
     bool narrow = plan->desc.hidden_size == 8192 && 2 * plan->args.block_columns <= 256;
     bool automatic = plan->desc.mode == CTXKV_PROJECTION_AUTO && g->cublas;
-    return automatic && narrow && !plan->in_chain ? 16 : 0;
+    return automatic && narrow && !plan->in_chain ? FEW_ROWS : 0;
 }
 
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
@@ -151,7 +153,8 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
-    if (!status && most_few(plan, g)) status = ctxkv__projection_few_create(plan, &g->few);
+    if (!status && most_few(plan, g) && ctxkv__way_allowed("decode"))
+        status = ctxkv__projection_few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }

@@ -63,6 +63,28 @@ static __device__ __forceinline__ void bar_arrive_if(u32 remote, bool condition)
                  : "memory");
 }
 
+static __device__ __forceinline__ void bar_arrive_here_if(u32 bar, bool condition) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n"
+                 "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(bar),
+                 "r"((u32)condition)
+                 : "memory");
+}
+// With the cluster's memory order: what was written before is seen behind a wait for it.
+static __device__ __forceinline__ void bar_arrive_cluster(u32 remote) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote)
+                 : "memory");
+}
+static __device__ __forceinline__ void bar_wait_cluster(u32 bar, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{\n.reg .pred p;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.b32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(bar), "r"(parity)
+                     : "memory");
+}
+
 // One contiguous copy into shared memory, completing on the barrier; with more than one CTA in
 // `mask` it lands at the same address, and completes on the same barrier, in each of them.
 static __device__ __forceinline__ void copy_bulk(u32 dst, const void *src, u32 bytes, u32 bar) {
@@ -80,10 +102,15 @@ static __device__ __forceinline__ void copy_bulk_to(
 }
 
 // After bar_init_done: every CTA of the cluster has its barriers.
+static __device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 static __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 
 #endif

@@ -21,6 +21,15 @@
     X(48, 16) X(64, 16) X(64, 8) X(96, 8) X(128, 8)
 // clang-format on
 
+// decode_fused.cu, the whole chain in one kernel. A layer is two clusters of 8 tiles. The kernels:
+// rows of x, whether every CTA norms all of them (two at most), steps of a stage of weights.
+#define CTXKV_DECODE_FUSED_CLUSTER 8
+#define CTXKV_DECODE_FUSED_COLUMNS 256 // of a cluster at most
+#define CTXKV_DECODE_FUSED_THREADS 704
+#define CTXKV_DECODE_FUSED_X_BYTES (128 * 1024) // of shared memory
+#define CTXKV_DECODE_FUSED_SHAPES(X)                                                               \
+    X(8, 1, 32) X(8, 0, 32) X(16, 0, 32) X(8, 1, 16) X(8, 0, 16) X(16, 0, 16)
+
 #define CTXKV_DECODE_ROPE_NONE 0u
 #define CTXKV_DECODE_ROPE_GPTJ 1u
 #define CTXKV_DECODE_ROPE_NEOX 2u
@@ -67,6 +76,12 @@ typedef struct {
     int first_layer; // of layer[0], for the fault record
     unsigned norm, rope, flags;
     float eps;
+    // decode_fused.cu alone: x is row-major there, kv the plan's room for packed n.
+    const void *hidden_gain, *layer_gain; // BF16 [D], [L, D]
+    long long x_row;                      // elements
+    float hidden_eps, layer_eps;
+    unsigned norm_flags; // CTXKV_NORMS_HIDDEN_INPUT
+    unsigned pad;
     ctxkv_decode_layer layer[CTXKV_DECODE_LAYERS];
 } ctxkv_decode_params;
 

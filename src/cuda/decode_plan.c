@@ -6,6 +6,18 @@
 
 // FIRST_BYTES: weights asked for before x, enough to come while the norms run.
 enum { SHARED_STATIC = 4096, WAVE_STAGES = 3, FIRST_BYTES = 96 * 1024 };
+// FUSED_FIRST: stages asked for before x; more of them would be in x's way. FUSED_ROWS: where one
+// kernel was faster, FUSED_ROWS_1 with one head.
+enum {
+    FUSED_TILES = 2 * CTXKV_DECODE_FUSED_CLUSTER,
+    FUSED_HIDDEN = 8192,
+    FUSED_HEADS = 4,
+    FUSED_SHARED = 227 * 1024,
+    FUSED_FIRST = 2,
+    FUSED_LOCAL = 2,
+    FUSED_ROWS = 16,
+    FUSED_ROWS_1 = 8,
+};
 
 // Columns of the MMAs, and the longest stage there is a kernel for.
 static const struct {
@@ -69,12 +81,53 @@ static bool splits_batch(const struct ctxkv__decode_shape *s) {
     return tile_rows(s, s->multiprocessors / 2) < 96;
 }
 
+// One kernel for the whole chain: 16 tiles of 16 or 32 rows at most, all in one wave.
+static bool fuses(const struct ctxkv__decode_shape *s) {
+    return s->hidden_size == FUSED_HIDDEN && s->head_dim == 64 && s->num_heads <= FUSED_HEADS &&
+           s->num_layers <= CTXKV_DECODE_LAYERS &&
+           FUSED_TILES * s->num_layers <= s->multiprocessors && s->shared_memory >= FUSED_SHARED;
+}
+
+bool ctxkv__decode_fused_packing(
+    const struct ctxkv__decode_shape *s, struct ctxkv__decode_packing *packing) {
+    if (!fuses(s)) return false;
+    *packing = pack(s, (int)(columns_of(s) / FUSED_TILES));
+    return true;
+}
+
 int ctxkv__decode_packings(
     const struct ctxkv__decode_shape *s, struct ctxkv__decode_packing packings[2]) {
     packings[0] = pack(s, tile_rows(s, s->multiprocessors));
     if (!splits_batch(s)) return 1;
     packings[1] = pack(s, tile_rows(s, s->multiprocessors / 2));
     return packings[1].tile_rows == packings[0].tile_rows ? 1 : 2;
+}
+
+bool ctxkv__decode_fused_cut(
+    const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
+    if (!fuses(s) || rows < 1 || rows > (s->num_heads == 1 ? FUSED_ROWS_1 : FUSED_ROWS))
+        return false;
+    const int tile = (int)(columns_of(s) / FUSED_TILES);
+    *c = (struct ctxkv__decode_cut){
+        .packing = pack(s, tile),
+        .batch_rows = rows <= 8 ? 8 : 16,
+        .batch_tiles = 1,
+        .cluster_tiles = CTXKV_DECODE_FUSED_CLUSTER,
+        .cluster_batches = 1,
+        .chunks = chunks_of(s),
+        .steps = tile <= 16 ? 32 : 16,
+        .fused = true,
+        .local = rows <= FUSED_LOCAL,
+    };
+    const size_t stage = (size_t)c->steps * 32 * (size_t)tile;
+    const size_t fit =
+        (FUSED_SHARED - SHARED_STATIC - CTXKV_DECODE_SHARED_PAD - CTXKV_DECODE_FUSED_X_BYTES) /
+        stage;
+    c->stages = fit < CTXKV_DECODE_MAX_STAGES ? (int)fit : CTXKV_DECODE_MAX_STAGES;
+    c->w_first = FUSED_FIRST;
+    c->shared_bytes =
+        (unsigned)(CTXKV_DECODE_FUSED_X_BYTES + stage * (size_t)c->stages + CTXKV_DECODE_SHARED_PAD);
+    return true;
 }
 
 // The longest stages of which the ring holds three, or all of K.
@@ -110,10 +163,9 @@ bool ctxkv__decode_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
     if (!ctxkv__decode_takes(s) || rows < 1 || rows > CTXKV_DECODE_MAX_ROWS) return false;
     if (s->shared_memory < 64 * 1024) return false;
-    struct ctxkv__decode_packing packings[2];
-    const int count = ctxkv__decode_packings(s, packings);
     const bool split = rows > 32 && splits_batch(s);
-    c->packing = packings[split && count == 2 ? 1 : 0];
+    *c = (struct ctxkv__decode_cut){
+        .packing = pack(s, tile_rows(s, s->multiprocessors / (split ? 2 : 1)))};
     c->batch_tiles = split ? 2 : 1;
     c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
     c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
@@ -133,7 +185,14 @@ size_t ctxkv__decode_x_bytes(
 
 size_t ctxkv__decode_kv_bytes(const struct ctxkv__decode_shape *s, int64_t max_rows) {
     const int64_t rows = max_rows < CTXKV_DECODE_MAX_ROWS ? max_rows : CTXKV_DECODE_MAX_ROWS;
-    return (size_t)s->num_layers * (size_t)rows * (size_t)(columns_of(s) / 2) * 2;
+    const size_t k = (size_t)s->num_layers * (size_t)rows * (size_t)(columns_of(s) / 2) * 2;
+    // Packed n of each cluster, with the rows of the kernel.
+    size_t n = 0;
+    struct ctxkv__decode_cut c;
+    for (int64_t r = 1; r <= rows; r++)
+        if (ctxkv__decode_fused_cut(s, r, &c))
+            n = (size_t)s->num_layers * 2 * (size_t)c.batch_rows * (size_t)s->hidden_size * 2;
+    return n > k ? n : k;
 }
 
 size_t ctxkv__decode_counter_bytes(const struct ctxkv__decode_shape *s) {

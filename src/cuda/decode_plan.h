@@ -32,6 +32,9 @@ struct ctxkv__decode_cut {
     int columns, steps;    // of the kernel: ctxkv_decode_n{columns}_s{steps}
     int stages, w_first;   // of the ring
     unsigned shared_bytes; // dynamic
+    // decode_fused.cu: batch_rows are the kernel's, columns mean nothing. local: every CTA norms
+    // all rows; else the CTAs of a cluster share the work.
+    bool fused, local;
 };
 
 // Whether the kernels take the shape at all.
@@ -45,12 +48,20 @@ int ctxkv__decode_packings(
 bool ctxkv__decode_cut(
     const struct ctxkv__decode_shape *shape, int64_t rows, struct ctxkv__decode_cut *cut);
 
+// One kernel for the whole chain, with norms of the kind that it knows: the packing that it wants,
+// and the cut; false where there is none or the norms and decode kernels are faster.
+bool ctxkv__decode_fused_packing(
+    const struct ctxkv__decode_shape *shape, struct ctxkv__decode_packing *packing);
+bool ctxkv__decode_fused_cut(
+    const struct ctxkv__decode_shape *shape, int64_t rows, struct ctxkv__decode_cut *cut);
+
 // Bytes of packed n for any rows up to max_rows and for x_layers layers (1 where all share one x);
 // it starts zeroed when D is no multiple of 64, since the columns past D must stay zero.
 size_t ctxkv__decode_x_bytes(
     const struct ctxkv__decode_shape *shape, int64_t max_rows, int64_t x_layers);
 
-// Bytes of the plan's room for K, and of the counters, which start zeroed.
+// Bytes of the plan's room for K (or for packed n, in one kernel), and of the counters, which start
+// zeroed.
 size_t ctxkv__decode_kv_bytes(const struct ctxkv__decode_shape *shape, int64_t max_rows);
 size_t ctxkv__decode_counter_bytes(const struct ctxkv__decode_shape *shape);
 

@@ -2,10 +2,11 @@
 // Opening a checkpoint's files and finding a tensor in them.
 #include "checkpoint.h"
 
-#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+
+#include "json.h"
 
 #define SHARD_LIMIT 4096
 
@@ -42,20 +43,18 @@ static bool add_shard(
 
 bool io_index_parse(
     io_checkpoint *checkpoint, const char *data, size_t size, const char *path, io_error *error) {
-    json_error_t problem;
     const char *name;
     json_t *value;
     *checkpoint = (io_checkpoint){.index_path = strdup(path)};
     if (!checkpoint->index_path) return io_fail(error, "%s: out of memory", path);
-    json_t *root = size <= IO_HEAD_LIMIT
-                       ? json_loadb(size ? data : "", size, JSON_REJECT_DUPLICATES, &problem)
-                       : NULL;
-    bool ok = root != NULL;
+    json_t *root = NULL;
     if (size > IO_HEAD_LIMIT) {
         io_fail(error, "%s: %zu bytes, at most %u are read", path, size, IO_HEAD_LIMIT);
-    } else if (!ok) {
-        io_fail(error, "%s: is not valid JSON: %s", path, problem.text);
     } else {
+        root = io_json_parse(data, size, JSON_REJECT_DUPLICATES, "", path, error);
+    }
+    bool ok = root != NULL;
+    if (ok) {
         checkpoint->weight_map = json_incref(json_object_get(root, "weight_map"));
         ok = json_is_object((json_t *)checkpoint->weight_map) ||
              io_fail(error, "%s: weight_map must be an object", path);
@@ -93,11 +92,6 @@ static bool open_index(
     return ok && open_shards(checkpoint, folder, error);
 }
 
-static bool exists(const char *path) {
-    struct stat status;
-    return !lstat(path, &status);
-}
-
 bool io_checkpoint_open(io_checkpoint *checkpoint, const char *folder, io_error *error) {
     *checkpoint = (io_checkpoint){0};
     struct stat status;
@@ -106,10 +100,13 @@ bool io_checkpoint_open(io_checkpoint *checkpoint, const char *folder, io_error 
     }
     char *single = io_join(folder, "model.safetensors");
     char *index = io_join(folder, "model.safetensors.index.json");
-    bool ok = false;
-    if (!single || !index) {
+    bool whole = false, pieces = false;
+    bool ok = single && index;
+    if (!ok) {
         io_fail(error, "%s: out of memory", folder);
-    } else if (!exists(single) && exists(index)) {
+    } else if (!io_exists(single, &whole, error) || !io_exists(index, &pieces, error)) {
+        ok = false;
+    } else if (!whole && pieces) {
         ok = open_index(checkpoint, folder, index, error);
     } else {
         checkpoint->shards = calloc(1, sizeof *checkpoint->shards);

@@ -4,13 +4,13 @@
 
 #include <float.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "file.h"
+#include "json.h"
 
 #define CONFIG_LIMIT (16u << 20)
 
@@ -340,13 +340,12 @@ static bool read_config(const reader *in, io_config *config) {
 
 bool io_config_parse(
     io_config *config, const char *data, size_t size, const char *path, io_error *error) {
-    json_error_t problem;
     *config = (io_config){0};
     if (size > CONFIG_LIMIT) {
         return io_fail(error, "%s: %zu bytes, at most %u are read", path, size, CONFIG_LIMIT);
     }
-    json_t *root = json_loadb(size ? data : "", size, JSON_REJECT_DUPLICATES, &problem);
-    if (!root) return io_fail(error, "%s: is not valid JSON: %s", path, problem.text);
+    json_t *root = io_json_parse(data, size, JSON_REJECT_DUPLICATES, "", path, error);
+    if (!root) return false;
     reader in = {root, path, error};
     bool ok = json_is_object(root) ? read_config(&in, config)
                                    : io_fail(error, "%s: must hold a JSON object", path);

@@ -50,6 +50,13 @@ void io_map_close(io_map *map) {
     *map = (io_map){0};
 }
 
+bool io_exists(const char *path, bool *there, io_error *error) {
+    struct stat status;
+    *there = !lstat(path, &status);
+    if (*there || errno == ENOENT || errno == ENOTDIR) return true;
+    return io_fail(error, "%s: cannot be examined: %s", path, strerror(errno));
+}
+
 static void forget(io_writer *writer) {
     unfinished = 0;
     if (writer->fd >= 0) close(writer->fd);
@@ -59,7 +66,7 @@ static void forget(io_writer *writer) {
 }
 
 void io_writer_abort(io_writer *writer) {
-    if (writer->temporary && writer->fd >= 0) unlink(writer->temporary);
+    if (writer->temporary) unlink(writer->temporary);
     forget(writer);
 }
 
@@ -70,35 +77,37 @@ void io_writer_abort_on_signal(void) {
 // A link is followed, so that the file it names is replaced and not the link.
 static char *target_of(const char *path, io_error *error) {
     struct stat status;
-    if (stat(path, &status)) {
-        if (errno != ENOENT) io_fail(error, "%s: cannot be used: %s", path, strerror(errno));
-        return errno == ENOENT ? strdup(path) : NULL;
+    char *target = NULL;
+    bool fresh = stat(path, &status) != 0;
+    if (fresh && errno != ENOENT) {
+        io_fail(error, "%s: cannot be used: %s", path, strerror(errno));
+        return NULL;
     }
-    if (!S_ISREG(status.st_mode)) {
+    if (!fresh && !S_ISREG(status.st_mode)) {
         io_fail(error, "%s: is %s, must be a file or not exist", path, kind_of(status.st_mode));
         return NULL;
     }
-    return realpath(path, NULL);
+    target = fresh ? strdup(path) : realpath(path, NULL);
+    if (!target) io_fail(error, "%s: cannot be resolved: %s", path, strerror(errno));
+    return target;
 }
 
 bool io_writer_open(io_writer *writer, const char *path, io_error *error) {
     *writer = (io_writer){.fd = -1};
     if (unfinished) return io_fail(error, "%s: another file is still being written", path);
     if (!*path) return io_fail(error, "the output path is empty, must name a file");
-    error->text[0] = 0;
     writer->path = target_of(path, error);
-    if (!writer->path) {
-        if (!error->text[0]) io_fail(error, "%s: cannot be resolved", path);
-        return false;
-    }
+    if (!writer->path) return false;
     // A name of its own in the same folder: the target's may already be as long as one can be.
     const char *slash = strrchr(writer->path, '/');
     int folder = slash ? (int)(slash - writer->path) + 1 : 0;
     size_t size = (size_t)folder + sizeof ".ctxkv-XXXXXX";
-    writer->temporary = malloc(size);
-    if (!writer->temporary || size > sizeof unfinished_path) {
+    writer->temporary = size > sizeof unfinished_path ? NULL : malloc(size);
+    if (!writer->temporary) {
         forget(writer);
-        return io_fail(error, "%s: the path is too long", path);
+        return io_fail(
+            error, size > sizeof unfinished_path ? "%s: the path is too long" : "%s: out of memory",
+            path);
     }
     snprintf(writer->temporary, size, "%.*s.ctxkv-XXXXXX", folder, writer->path);
     // Signals wait until the name that the handler would unlink is known.
@@ -122,8 +131,9 @@ bool io_writer_write(io_writer *writer, const void *data, size_t size, io_error 
     while (size) {
         ssize_t count = write(writer->fd, from, size < (1u << 30) ? size : (1u << 30));
         if (count < 0 && errno == EINTR) continue;
-        if (count < 0) {
-            return io_fail(error, "%s: cannot be written: %s", writer->path, strerror(errno));
+        if (count <= 0) {
+            const char *reason = count ? strerror(errno) : "nothing more is taken";
+            return io_fail(error, "%s: cannot be written: %s", writer->path, reason);
         }
         from += count;
         size -= (size_t)count;
@@ -148,16 +158,37 @@ static void sync_folder(const char *path) {
 bool io_writer_commit(io_writer *writer, io_error *error) {
     mode_t mask = umask(0);
     umask(mask);
-    bool ok = !fchmod(writer->fd, 0666 & ~mask) && !fsync(writer->fd) &&
-              !rename(writer->temporary, writer->path);
+    // A file system may tell only at close that it could not keep the data.
+    bool ok = !fchmod(writer->fd, 0666 & ~mask) && !fsync(writer->fd);
+    int reason = errno;
+    if (close(writer->fd) && ok) {
+        reason = errno;
+        ok = false;
+    }
+    writer->fd = -1;
+    if (ok && rename(writer->temporary, writer->path)) {
+        reason = errno;
+        ok = false;
+    }
     if (!ok) {
-        io_fail(error, "%s: cannot be completed: %s", writer->path, strerror(errno));
+        io_fail(error, "%s: cannot be completed: %s", writer->path, strerror(reason));
         io_writer_abort(writer);
         return false;
     }
     sync_folder(writer->path);
     forget(writer);
     return true;
+}
+
+bool io_write_text(const char *path, const char *text, io_error *error) {
+    io_writer writer;
+    if (!io_writer_open(&writer, path, error)) return false;
+    if (io_writer_write(&writer, text, strlen(text), error) &&
+        io_writer_write(&writer, "\n", 1, error)) {
+        return io_writer_commit(&writer, error);
+    }
+    io_writer_abort(&writer);
+    return false;
 }
 
 char *io_join(const char *folder, const char *name) {

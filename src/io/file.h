@@ -17,6 +17,9 @@ typedef struct io_map {
 bool io_map_open(io_map *map, const char *path, io_error *error);
 void io_map_close(io_map *map);
 
+// False, with the error, when that cannot be found out.
+bool io_exists(const char *path, bool *there, io_error *error);
+
 // A file under a temporary name in the target's folder, renamed at commit. One at a time.
 typedef struct io_writer {
     int fd;
@@ -32,6 +35,9 @@ bool io_writer_commit(io_writer *writer, io_error *error);
 void io_writer_abort(io_writer *writer);
 // Removes the unfinished file, if any. Async-signal-safe: for handlers.
 void io_writer_abort_on_signal(void);
+
+// The text and a newline, all of it or nothing.
+bool io_write_text(const char *path, const char *text, io_error *error);
 
 // folder + "/" + name, from malloc; NULL when memory is out.
 char *io_join(const char *folder, const char *name);

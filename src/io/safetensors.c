@@ -3,10 +3,11 @@
 #include "safetensors.h"
 
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "json.h"
 
 static const struct {
     const char *name;
@@ -202,12 +203,9 @@ static bool parse_head(io_safetensors *file, const uint8_t *data, size_t size, i
             error, "%s: head of %" PRIu64 " bytes in a file of %zu: the file is cut short",
             file->path, head, size);
     }
-    json_error_t problem;
-    const char *text = (const char *)data + 8;
-    file->json = json_loadb(text, (size_t)head, JSON_REJECT_DUPLICATES, &problem);
-    if (!file->json) {
-        return io_fail(error, "%s: head is not valid JSON: %s", file->path, problem.text);
-    }
+    file->json = io_json_parse(
+        (const char *)data + 8, (size_t)head, JSON_REJECT_DUPLICATES, "head ", file->path, error);
+    if (!file->json) return false;
     if (!json_is_object((json_t *)file->json)) {
         return io_fail(error, "%s: head must be a JSON object", file->path);
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The writer of the format.
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "json.h"
 
 #include "safetensors.h"
 
@@ -15,6 +16,7 @@ uint64_t io_entry_bytes(const io_entry *entry) {
 }
 
 static char *head_text(const io_entry *entries, size_t count) {
+    io_json_begin();
     json_t *head = json_object();
     json_object_set_new(head, "__metadata__", json_pack("{s:s}", "format", "pt"));
     uint64_t begin = 0;
@@ -32,9 +34,7 @@ static char *head_text(const io_entry *entries, size_t count) {
                 "data_offsets", (json_int_t)begin, (json_int_t)end));
         begin = end;
     }
-    char *text = json_dumps(head, JSON_COMPACT);
-    json_decref(head);
-    return text;
+    return io_json_text(head, JSON_COMPACT);
 }
 
 static bool write_head(io_writer *writer, const char *text, io_error *error) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ctxkv_chain: refusals; and the same bits as the three plans, in any chunking, with any number of
-// threads, in any floating-point mode of the caller, from eight threads, after a fork.
+// ctxkv_chain: refusals; and the same bits as the three plans, in any chunking and any batch, with
+// any number of threads, in any floating-point mode of the caller, from eight threads, after a
+// fork.
 #define _GNU_SOURCE
 #include <fenv.h>
 #include <pthread.h>
@@ -174,6 +175,33 @@ static void same(struct scene *s, ctxkv_chain *chain, const struct truth *t) {
     assert_memory_equal(s->storage, t->storage, sizeof(uint16_t) * L * STORAGE);
     assert_ok(ctxkv_chain_faults(chain, &f));
     assert_memory_equal(&f, &t->faults, sizeof f);
+}
+
+// Batch invariance: the rows one by one, and in batches of several sizes, leave the bits that all
+// of them leave at once.
+static void any_batch(void **state) {
+    (void)state;
+    static const int64_t batches[] = {1, 7, 64, 299};
+    struct truth t = truth_of(MOST);
+    for (size_t i = 0; i < sizeof batches / sizeof *batches; i++) {
+        struct scene s;
+        scene_new(&s, 2, MOST);
+        ctxkv_chain *chain = chain_new(&s);
+        for (int64_t first = 0; first < MOST; first += batches[i]) {
+            int64_t rows = MOST - first < batches[i] ? MOST - first : batches[i];
+            int64_t slots = MOST - 5 - first < rows ? MOST - 5 - first : rows;
+            operands(&s, first, rows);
+            // Layer 1 has slots for all rows but the last five of the whole.
+            s.slot_list[1] = tensor_on(
+                &s.slots[1], &s.place, slot_values[1] + first, I64, 1, DIMS(slots < 0 ? 0 : slots),
+                0);
+            assert_ok(ctxkv_chain_run(chain, &s.x.t, &s.positions.t, s.slot_list, L, 0));
+        }
+        assert_memory_equal(s.storage, t.storage, sizeof(uint16_t) * L * STORAGE);
+        ctxkv_chain_destroy(chain);
+        scene_free(&s);
+    }
+    free(t.storage);
 }
 
 static void separate_plans_and_threads(void **state) {
@@ -500,6 +528,7 @@ int main(void) {
     fill_inputs();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(separate_plans_and_threads),
+        cmocka_unit_test(any_batch),
 #if defined(__x86_64__)
         cmocka_unit_test(caller_modes),
         cmocka_unit_test(caller_traps),

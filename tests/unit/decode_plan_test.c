@@ -40,16 +40,22 @@ static void check_ring(const struct ctxkv__decode_cut *c) {
     assert_true(room >= past_x && room >= past_w);
 }
 
+static bool is_packed(
+    const struct ctxkv__decode_shape *s, const struct ctxkv__decode_packing *packing) {
+    struct ctxkv__decode_packing p[2];
+    const int count = ctxkv__decode_packings(s, p);
+    assert_in_range(count, 1, 2);
+    for (int i = 0; i < count; i++)
+        if (!memcmp(packing, &p[i], sizeof *p)) return true;
+    return false;
+}
+
 static void check_cut(const struct ctxkv__decode_shape *s, int64_t rows) {
     struct ctxkv__decode_cut c;
     memset(&c, 0xff, sizeof c);
     assert_true(ctxkv__decode_cut(s, rows, &c));
-    struct ctxkv__decode_packing p[2];
-    const int count = ctxkv__decode_packings(s, p);
-    assert_in_range(count, 1, 2);
-    assert_true(
-        !memcmp(&c.packing, &p[0], sizeof *p) ||
-        (count == 2 && !memcmp(&c.packing, &p[1], sizeof *p)));
+    assert_true(is_packed(s, &c.packing));
+    assert_false(c.fused);
     const int64_t columns = 2 * s->num_heads * s->head_dim;
     assert_true((int64_t)c.packing.tiles * c.packing.tile_rows >= columns);
     assert_true((int64_t)(c.packing.tiles - 1) * c.packing.tile_rows < columns);
@@ -98,6 +104,58 @@ static void one_wave(void **state) {
         }
 }
 
+static bool has_fused_kernel(const struct ctxkv__decode_cut *c) {
+#define IS(r, l, s) || (c->batch_rows == r && c->local == l && c->steps == s)
+    return false CTXKV_DECODE_FUSED_SHAPES(IS);
+#undef IS
+}
+
+static void one_kernel(void **state) {
+    (void)state;
+    int found = 0;
+    for (int64_t heads = 1; heads <= 8; heads++)
+        for (int64_t layers = 1; layers <= 10; layers++)
+            for (int64_t rows = 1; rows <= 64; rows++) {
+                const struct ctxkv__decode_shape s = shape_of(8192, layers, heads, 64);
+                struct ctxkv__decode_cut c;
+                memset(&c, 0xff, sizeof c);
+                if (!ctxkv__decode_fused_cut(&s, rows, &c)) continue;
+                found++;
+                struct ctxkv__decode_packing p;
+                assert_true(c.fused && has_fused_kernel(&c));
+                assert_true(ctxkv__decode_fused_packing(&s, &p));
+                assert_memory_equal(&p, &c.packing, sizeof p);
+                assert_int_equal(c.packing.tiles, 2 * CTXKV_DECODE_FUSED_CLUSTER);
+                assert_int_equal(c.packing.tiles * c.packing.tile_rows, 2 * heads * 64);
+                assert_true(c.packing.tiles * layers <= H200_BLOCKS);
+                assert_true(heads * 64 <= CTXKV_DECODE_FUSED_COLUMNS);
+                assert_true(rows <= c.batch_rows && rows <= (c.local ? 2 : 16));
+                assert_true(c.packing.tile_rows <= 64);
+                // Eight lanes for a head of a row, 256 threads.
+                assert_true(c.batch_rows / CTXKV_DECODE_FUSED_CLUSTER * heads <= 32);
+                const int64_t stage = (int64_t)c.steps * 32 * c.packing.tile_rows;
+                assert_in_range(c.stages, 3, CTXKV_DECODE_MAX_STAGES);
+                assert_in_range(c.w_first, 1, c.stages);
+                assert_int_equal(
+                    c.shared_bytes,
+                    CTXKV_DECODE_FUSED_X_BYTES + stage * c.stages + CTXKV_DECODE_SHARED_PAD);
+                assert_true(c.shared_bytes <= H200_SHARED - STATIC_SHARED);
+                const size_t n = (size_t)layers * 2 * (size_t)c.batch_rows * 8192 * 2;
+                assert_true(ctxkv__decode_kv_bytes(&s, rows) >= n);
+                assert_true(ctxkv__decode_kv_bytes(&s, 64) >= n);
+            }
+    assert_true(found > 0);
+    struct ctxkv__decode_cut c;
+    struct ctxkv__decode_shape s = shape_of(8192, 9, 2, 64); // two waves
+    assert_false(ctxkv__decode_fused_cut(&s, 1, &c));
+    s = shape_of(4096, 5, 2, 64);
+    assert_false(ctxkv__decode_fused_cut(&s, 1, &c));
+    s = shape_of(8192, 5, 2, 64);
+    assert_false(ctxkv__decode_fused_cut(&s, 0, &c));
+    s.shared_memory = 160 * 1024;
+    assert_false(ctxkv__decode_fused_cut(&s, 1, &c));
+}
+
 static void refusals(void **state) {
     (void)state;
     struct ctxkv__decode_cut c;
@@ -119,6 +177,7 @@ static void refusals(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(cuts), cmocka_unit_test(one_wave), cmocka_unit_test(refusals)};
+        cmocka_unit_test(cuts), cmocka_unit_test(one_wave), cmocka_unit_test(one_kernel),
+        cmocka_unit_test(refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

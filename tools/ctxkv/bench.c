@@ -197,7 +197,7 @@ static int execute(bench *all) {
     all->host = (cli_place){.where = {kDLCPU, 0}};
     all->results =
         calloc((size_t)all->head_count * (size_t)all->row_count * 4, sizeof *all->results);
-    if (!all->results) return cli_fail("out of memory");
+    if (!all->results) return cli_fail("out of memory for the results");
     int status = 2;
     if (probe_json(all->json) && bench_load_old(all, &old) &&
         cli_place_open(&all->place, &all->options)) {

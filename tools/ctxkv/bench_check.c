@@ -25,7 +25,7 @@ bool bench_truth_make(bench_truth *truth, const bench *all, int64_t heads) {
     own->row_count = 0;
     bench_shape *shape = truth->shape = calloc(1, sizeof *shape);
     if (!shape) {
-        cli_fail("out of memory");
+        cli_fail("out of memory for the scalar truth");
         return false;
     }
     shape->all = own;
@@ -128,7 +128,7 @@ bool bench_compare(bench_truth *truth, bench_shape *it) {
     uint8_t *image = malloc(bytes);
     size_t mark = truth->all.place.block_count, host_mark = truth->all.host.block_count;
     ctxkv_chain *chain = NULL;
-    if (!image) cli_fail("out of memory");
+    if (!image) cli_fail("out of memory for %zu bytes of the caches", bytes);
     if (image) memset(image, 0x5A, bytes);
     bool ok =
         image && each_block(it, picked, count, image, true) && bench_make_chain(it, 0, &chain);

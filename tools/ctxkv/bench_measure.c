@@ -223,7 +223,7 @@ bool bench_heads(bench *all, int64_t heads) {
     bench_truth truth = {.shape = NULL};
     bench_shape *it = calloc(1, sizeof *it);
     if (!it) {
-        cli_fail("out of memory");
+        cli_fail("out of memory for the operands");
         return false;
     }
     it->all = all;

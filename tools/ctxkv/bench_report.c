@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tables, JSON and comparison of bench results.
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bench.h"
 #include "file.h"
+#include "json.h"
 
 static const char *device_text(const bench *all, char *to, size_t size) {
     const ctxkv_device_info *info = &all->place.info;
@@ -73,6 +73,7 @@ static json_t *result_json(const bench_result *r) {
 bool bench_write_json(const bench *all) {
     if (!all->json) return true;
     const ctxkv_device_info *info = &all->place.info;
+    io_json_begin();
     json_t *list = json_array();
     for (size_t i = 0; i < all->count; ++i) {
         json_array_append_new(list, result_json(&all->results[i]));
@@ -85,36 +86,31 @@ bool bench_write_json(const bench *all) {
         "checked", !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS,
         "copy_gb_s", all->copy, "read_gb_s", all->read, "gmac_s", all->rate, "empty_kernel_us",
         all->launch, "results", list);
-    char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(8)) : NULL;
-    io_writer writer;
-    io_error error = {"the results cannot be made into JSON"};
-    bool ok = text && io_writer_open(&writer, all->json, &error);
-    if (ok && io_writer_write(&writer, text, strlen(text), &error) &&
-        io_writer_write(&writer, "\n", 1, &error)) {
-        ok = io_writer_commit(&writer, &error);
-    } else if (ok) {
-        io_writer_abort(&writer);
-        ok = false;
-    }
+    char *text = io_json_text(root, JSON_INDENT(2) | JSON_REAL_PRECISION(8));
+    io_error error;
+    if (!text) io_fail(&error, "%s", io_json_complete() ? "no JSON" : "out of memory for the JSON");
+    bool ok = text && io_write_text(all->json, text, &error);
     if (!ok) cli_fail("--json: %s", error.text);
     free(text);
-    json_decref(root);
     return ok;
 }
 
 bool bench_load_old(bench *all, void **old) {
     io_map map;
     io_error error;
-    json_error_t problem;
     if (!all->compare) return true;
     if (!io_map_open(&map, all->compare, &error)) {
         cli_fail("--compare: %s", error.text);
         return false;
     }
-    json_t *root = map.size ? json_loadb((const char *)map.data, map.size, 0, &problem) : NULL;
+    json_t *root = io_json_parse((const char *)map.data, map.size, 0, "", all->compare, &error);
     io_map_close(&map);
     bool ok = json_is_array(json_object_get(root, "results"));
-    if (!ok) cli_fail("--compare: %s: must be a file written by bench --json", all->compare);
+    if (!root) {
+        cli_fail("--compare: %s; must be a file written by bench --json", error.text);
+    } else if (!ok) {
+        cli_fail("--compare: %s: must be a file written by bench --json", all->compare);
+    }
     if (!ok) json_decref(root);
     *old = ok ? root : NULL;
     return ok;

@@ -26,7 +26,7 @@ static bool gather(parts *all, cli_place *place, const io_draft *draft) {
     all->weights = calloc(weights, sizeof *all->weights);
     all->copies = calloc(layers * 3, sizeof *all->copies);
     if (!all->layer_norms || !all->weights || !all->copies) {
-        cli_fail("out of memory");
+        cli_fail("out of memory for the weights' addresses");
         return false;
     }
     for (size_t i = 0; i < weights; ++i) {

@@ -3,6 +3,7 @@
 #ifndef CTXKV_CLI_DIAGNOSE_H
 #define CTXKV_CLI_DIAGNOSE_H
 
+#include <jansson.h>
 #include "../../src/cpu/cpu.h"
 #include "context.h"
 #include "ctxkv/ctxkv.h"
@@ -286,5 +287,7 @@ void dg_spot_text(const dg_call *call, const dg_spot *spot, char *to, size_t siz
 void dg_print(const dg_call *call, const dg_result *result, const dg_report *report);
 bool dg_print_json(const dg_call *call, const dg_result *result, const dg_report *report);
 bool dg_print_list(bool json);
+// Prints a value made since io_json_begin; takes the reference. False after cli_fail.
+bool dg_put_json(json_t *root, size_t flags);
 
 #endif

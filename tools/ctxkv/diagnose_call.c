@@ -8,7 +8,7 @@
 #include "diagnose.h"
 
 static bool out_of_memory(void) {
-    cli_fail("out of memory");
+    cli_fail("out of memory for the call's tables");
     return false;
 }
 

@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The report as JSON, for plots and programs: see docs/diagnose.md.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
-
-#include <jansson.h>
 
 #include "cli.h"
 #include "diagnose.h"
+#include "json.h"
+
+bool dg_put_json(json_t *root, size_t flags) {
+    char *text = io_json_text(root, flags);
+    if (text) puts(text);
+    if (!text && io_json_complete()) cli_fail("the report is no valid JSON: a name is not UTF-8");
+    if (!io_json_complete()) cli_fail("out of memory for the JSON report");
+    free(text);
+    return text != NULL;
+}
 
 static json_t *spot_json(const dg_call *call, const dg_spot *spot) {
     int64_t per_block = call->H * call->block_size, rest = spot->cell % per_block;
@@ -124,6 +133,7 @@ static void add_verdict(json_t *root, const dg_call *call, const dg_result *resu
 
 bool dg_print_json(const dg_call *call, const dg_result *result, const dg_report *report) {
     const dg_match *clean = &result->clean;
+    io_json_begin();
     json_t *root = json_object(), *layers = json_array();
     add_verdict(root, call, result);
     json_object_set_new(
@@ -152,9 +162,5 @@ bool dg_print_json(const dg_call *call, const dg_result *result, const dg_report
     json_object_set_new(root, "grid", grid_json(call, k, v));
     json_object_set_new(root, "grid_k", grid_json(call, k, NULL));
     json_object_set_new(root, "grid_v", grid_json(call, v, NULL));
-    bool ok = !json_dumpf(root, stdout, JSON_COMPACT | JSON_REAL_PRECISION(9));
-    puts("");
-    json_decref(root);
-    if (!ok) cli_fail("the JSON report cannot be written");
-    return ok;
+    return dg_put_json(root, JSON_COMPACT | JSON_REAL_PRECISION(9));
 }

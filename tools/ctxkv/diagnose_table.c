@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include <jansson.h>
+#include "json.h"
 
 // k16 steps of one of `parts` parts, in whole tiles of 1, 4 or 8 steps.
 static int32_t dg_part_steps(int32_t steps, int32_t parts, int32_t tiles) {
@@ -87,6 +87,7 @@ bool dg_testable(const dg_call *call, const dg_params *p) {
 }
 
 bool dg_print_list(bool json) {
+    io_json_begin();
     json_t *list = json_array();
     for (int i = 0; i < dg_hypothesis_count; ++i) {
         const dg_hypothesis *h = &dg_hypotheses[i];
@@ -96,8 +97,7 @@ bool dg_print_list(bool json) {
                       "{s:s, s:s, s:s}", "name", h->name, "changes", h->changes, "sentence",
                       h->sentence));
     }
-    bool ok = !json || !json_dumpf(list, stdout, JSON_INDENT(2));
-    if (json) puts("");
+    if (json) return dg_put_json(list, JSON_INDENT(2));
     json_decref(list);
-    return ok;
+    return true;
 }

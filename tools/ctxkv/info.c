@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // ctxkv info: what this build and this machine have.
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "json.h"
 #include "place.h"
 
 #ifdef __clang__
@@ -143,6 +143,7 @@ static int run(void *input) {
     args->options.device = "cpu";
     cli_place place;
     if (!cli_place_open(&place, &args->options)) return 2;
+    io_json_begin();
     json_t *all = json_pack(
         "{s:s, s:{s:s, s:o, s:s, s:i}, s:o, s:s, s:o}", "version", ctxkv_version(), "cpu", "name",
         place.info.name, "found", tier_list(place.info.cpu_found), "used",
@@ -151,13 +152,13 @@ static int run(void *input) {
         "stock = vLLM 0.33.0's chain (row-norm order 'pair' on a CPU and sm_80 to sm_90)", "build",
         describe_build());
     cli_place_close(&place);
-    if (!all) return cli_fail("a name of this machine is not valid UTF-8");
-    char *text = args->json ? json_dumps(all, JSON_INDENT(2)) : NULL;
-    if (text) puts(text);
-    if (!args->json) print_text(all);
+    if (!all && io_json_complete()) return cli_fail("a name of this machine is not valid UTF-8");
+    if (io_json_complete() && !args->json) print_text(all);
+    char *text = io_json_text(all, JSON_INDENT(2));
+    if (text && args->json) puts(text);
+    if (!text) cli_fail("out of memory for the description");
     free(text);
-    json_decref(all);
-    return 0;
+    return text ? 0 : 2;
 }
 
 const cli_command cli_info = {"info",     "Tell what this build and this machine have",

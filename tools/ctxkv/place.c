@@ -83,7 +83,7 @@ void *cli_alloc(cli_place *place, size_t bytes) {
         }
     }
     if (!block) {
-        cli_fail("out of memory: %zu bytes cannot be had on the device", bytes);
+        cli_fail("out of memory for %zu bytes on the device", bytes);
         return NULL;
     }
     place->blocks[place->block_count++] = block;

@@ -185,6 +185,7 @@ static bool run_rows(job *job, int64_t first, int64_t rows) {
     const uint16_t *hidden = context->hidden + first * width;
     const void *data = cli_share(&job->place, hidden, (size_t)(rows * width) * 2);
     bool ok = slots && pointers && data;
+    if (!slots || !pointers) cli_fail("out of memory for the slots' addresses");
     cli_tensor_set(&x, &job->place, data, CLI_BF16, 2, (int64_t[]){rows, width});
     if (ok && context->positions) {
         data = cli_share(&job->place, context->positions + first, row_bytes);
@@ -250,7 +251,7 @@ static bool fetch(job *job) {
     int64_t layers = job->draft.config.layers;
     job->images = calloc((size_t)layers, sizeof *job->images);
     if (!job->images) {
-        cli_fail("out of memory");
+        cli_fail("out of memory for the caches' addresses");
         return false;
     }
     for (int64_t i = 0; i < layers; ++i) {
@@ -274,7 +275,7 @@ static bool write_out(job *job) {
     static const io_dtype dtypes[] = {IO_BF16, IO_F16, IO_F8_E4M3, IO_F8_E5M2};
     size_t layers = (size_t)job->draft.config.layers;
     io_entry *entries = calloc(layers, sizeof *entries);
-    io_error error = {"out of memory"};
+    io_error error = {"out of memory for the output's head"};
     bool ok = entries != NULL;
     for (size_t i = 0; ok && i < layers; ++i) {
         io_entry *entry = &entries[i];

@@ -73,20 +73,20 @@ static const st_entry tables[] = {
 #define TABLES (sizeof tables / sizeof *tables)
 
 static bool load_folder(io_csv *csv, const char *folder, const char *file, bool *there) {
-    struct stat status;
     io_error error;
     io_map map;
     char *path = io_join(folder, file);
-    bool ok = path != NULL;
-    *there = path && !stat(path, &status);
-    if (*there) {
+    *there = false;
+    bool ok = path ? io_exists(path, there, &error)
+                   : io_fail(&error, "%s/%s: out of memory for its path", folder, file);
+    if (ok && *there) {
         ok = io_map_open(&map, path, &error);
         if (ok) {
             ok = io_csv_parse(csv, (const char *)map.data, map.size, path, &error);
             io_map_close(&map);
         }
-        if (!ok) cli_fail("%s", error.text);
     }
+    if (!ok) cli_fail("%s", error.text);
     free(path);
     return ok;
 }

@@ -2,7 +2,6 @@
 // ctxkv synth: a checkpoint and a context in the real format, made from a seed.
 #include <errno.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -11,6 +10,7 @@
 #include "cli.h"
 #include "file.h"
 #include "generator.h"
+#include "json.h"
 #include "safetensors.h"
 
 #define MARK "made_by_ctxkv_synth"
@@ -166,7 +166,7 @@ static bool plan_tensors(synth *all) {
     int64_t rows = args->kv_heads * args->head_dim;
     all->tensors = calloc((size_t)args->layers * 4 + 1, sizeof *all->tensors);
     if (!all->tensors) {
-        cli_fail("out of memory");
+        cli_fail("%s: out of memory for the tensors", args->folder);
         return false;
     }
     if (!args->no_affine && !add(all, "hidden_norm.weight", 0, args->hidden_size, true))
@@ -197,46 +197,51 @@ static void fill(void *user, int64_t index) {
 }
 
 // ---- files -----------------------------------------------------------------------------------
-static char *note_written(synth *all, const char *name) {
+// The path of a file about to be written, with room in the list for it; keep() adds it.
+static char *path_of(synth *all, const char *name) {
     char *path = io_join(all->args->folder, name);
     char **list = realloc(all->written, (all->written_count + 1) * sizeof *list);
     if (list) all->written = list;
-    if (path && list) return list[all->written_count++] = path;
+    if (path && list) return path;
     free(path);
-    cli_fail("out of memory");
+    cli_fail("%s: out of memory for its path", name);
     return NULL;
 }
 
+// Only what was written is removed after a failure, not what was there before.
+static bool keep(synth *all, char *path, bool written, const io_error *error) {
+    if (written) {
+        all->written[all->written_count++] = path;
+        return true;
+    }
+    cli_fail("%s", error->text);
+    free(path);
+    return false;
+}
+
+// json_pack and the like were called after io_json_begin.
 static bool write_json(synth *all, const char *name, json_t *root) {
     io_error error;
-    io_writer writer;
-    char *text = root ? json_dumps(root, JSON_INDENT(2)) : NULL;
-    char *path = text ? note_written(all, name) : NULL;
-    bool ok = path && io_writer_open(&writer, path, &error);
-    if (ok && !(io_writer_write(&writer, text, strlen(text), &error) &&
-                io_writer_write(&writer, "\n", 1, &error))) {
-        io_writer_abort(&writer);
-        ok = false;
-    } else if (ok) {
-        ok = io_writer_commit(&writer, &error);
-    }
-    if (path && !ok) cli_fail("%s", error.text);
-    json_decref(root);
+    char *text = io_json_text(root, JSON_INDENT(2));
+    if (!text) cli_fail("%s: out of memory for its JSON", name);
+    char *path = text ? path_of(all, name) : NULL;
+    bool ok = path && keep(all, path, io_write_text(path, text, &error), &error);
     free(text);
     return ok;
 }
 
 static bool write_tensors(synth *all, const char *name, const io_entry *entries, size_t count) {
     io_error error;
-    char *path = note_written(all, name);
+    char *path = path_of(all, name);
     if (!path) return false;
-    if (io_safetensors_write(path, entries, count, cli_progress, (void *)name, &error)) return true;
-    cli_fail("%s", error.text);
-    return false;
+    return keep(
+        all, path, io_safetensors_write(path, entries, count, cli_progress, (void *)name, &error),
+        &error);
 }
 
 static json_t *config_json(const synth_args *args) {
     bool muse = args->family == 0;
+    io_json_begin();
     json_t *root = json_pack(
         "{s:[s], s:I, s:I, s:I, s:I, s:I, s:f, s:f, s:I, s:s, s:b}", "architectures",
         muse ? "MuseSparkDSparkModel" : "DFlashDraftModel", "hidden_size",
@@ -254,42 +259,58 @@ static json_t *config_json(const synth_args *args) {
 }
 
 // A single file is read before an index: what an earlier run left must not hide this one's.
-static void remove_other_form(const synth_args *args) {
-    char *path = io_join(
-        args->folder, args->shards > 1 ? "model.safetensors" : "model.safetensors.index.json");
-    if (path) unlink(path);
+static bool remove_other_form(const synth_args *args) {
+    const char *name = args->shards > 1 ? "model.safetensors" : "model.safetensors.index.json";
+    char *path = io_join(args->folder, name);
+    bool ok = path && (!unlink(path) || errno == ENOENT);
+    if (!path) cli_fail("%s: out of memory for its path", name);
+    if (path && !ok) cli_fail("%s: cannot be removed: %s", path, strerror(errno));
     free(path);
+    return ok;
+}
+
+static void shard_name(const synth *all, size_t shard, char *to, size_t size) {
+    size_t shards = (size_t)all->args->shards;
+    snprintf(to, size, "model.safetensors");
+    if (shards > 1) snprintf(to, size, "model-%05zu-of-%05zu.safetensors", shard + 1, shards);
+}
+
+// Shard i holds the tensors from first_of(i) up to first_of(i + 1).
+static size_t first_of(const synth *all, size_t shard) {
+    return all->count * shard / (size_t)all->args->shards;
+}
+
+static json_t *index_json(const synth *all) {
+    uint64_t total = 0;
+    io_json_begin();
+    json_t *map = json_object();
+    for (size_t shard = 0; shard < (size_t)all->args->shards; ++shard) {
+        char name[64];
+        shard_name(all, shard, name, sizeof name);
+        for (size_t i = first_of(all, shard); i < first_of(all, shard + 1); ++i) {
+            json_object_set_new(map, all->tensors[i].entry.name, json_string(name));
+            total += io_entry_bytes(&all->tensors[i].entry);
+        }
+    }
+    return json_pack(
+        "{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)total, "weight_map", map);
 }
 
 static bool write_checkpoint(synth *all) {
-    size_t shards = (size_t)all->args->shards, first = 0;
+    size_t shards = (size_t)all->args->shards;
     io_entry *entries = calloc(all->count + 1, sizeof *entries);
-    json_t *map = json_object();
-    bool ok = entries && map;
-    uint64_t total = 0;
-    remove_other_form(all->args);
+    bool ok = entries != NULL;
+    if (!ok) cli_fail("%s: out of memory for the checkpoint", all->args->folder);
+    ok = ok && remove_other_form(all->args);
     for (size_t i = 0; ok && i < all->count; ++i) entries[i] = all->tensors[i].entry;
     for (size_t shard = 0; ok && shard < shards; ++shard) {
-        size_t next = all->count * (shard + 1) / shards;
-        char name[64] = "model.safetensors";
-        if (shards > 1) {
-            snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, shards);
-        }
-        for (size_t i = first; i < next; ++i) {
-            json_object_set_new(map, entries[i].name, json_string(name));
-            total += io_entry_bytes(&entries[i]);
-        }
-        ok = next == first || write_tensors(all, name, entries + first, next - first);
-        first = next;
+        size_t first = first_of(all, shard), count = first_of(all, shard + 1) - first;
+        char name[64];
+        shard_name(all, shard, name, sizeof name);
+        ok = !count || write_tensors(all, name, entries + first, count);
     }
-    if (ok && shards > 1) {
-        json_t *index = json_pack(
-            "{s:{s:I}, s:O}", "metadata", "total_size", (json_int_t)total, "weight_map", map);
-        ok = write_json(all, "model.safetensors.index.json", index);
-    }
-    json_decref(map);
     free(entries);
-    return ok;
+    return ok && (shards == 1 || write_json(all, "model.safetensors.index.json", index_json(all)));
 }
 
 // Slots of one list: distinct places, one row in five not stored where holes is set.
@@ -340,33 +361,39 @@ static bool write_context(synth *all) {
     size_t count;
     bool ok = fill_context(all->args, entries, &count);
     if (ok && all->args->table) ok = add_table(all->args, &entries[count++]);
-    if (!ok) cli_fail("context.safetensors: cannot be made: out of memory");
+    if (!ok) cli_fail("%s: out of memory for context.safetensors", all->args->folder);
     ok = ok && write_tensors(all, "context.safetensors", entries, count);
     for (size_t i = 0; i < 4; ++i) free((void *)entries[i].data);
     return ok;
 }
 
 // A folder is ours to write in when it holds no checkpoint, or one that synth made.
+static bool made_by_synth(const char *path, io_error *error) {
+    io_map map;
+    if (!io_map_open(&map, path, error)) return false;
+    json_t *root = io_json_parse((const char *)map.data, map.size, 0, "", path, error);
+    bool ok = json_is_true(json_object_get(root, MARK));
+    if (root && !ok) {
+        io_fail(error, "%s: was not written by ctxkv synth, must not be replaced", path);
+    }
+    io_map_close(&map);
+    json_decref(root);
+    return ok;
+}
+
 static bool may_write(const char *folder) {
     char *path = io_join(folder, "config.json"), *model = io_join(folder, "model.safetensors");
-    io_map map;
     io_error error;
-    struct stat status;
+    bool config = false, weights = false;
     bool ok = path && model;
-    if (ok && !stat(path, &status)) {
-        json_error_t problem;
-        json_t *root = NULL;
-        if (io_map_open(&map, path, &error)) {
-            root = map.size ? json_loadb((const char *)map.data, map.size, 0, &problem) : NULL;
-            io_map_close(&map);
-        }
-        ok = json_is_true(json_object_get(root, MARK));
-        if (!ok) cli_fail("%s: was not written by ctxkv synth, must not be replaced", path);
-        json_decref(root);
-    } else if (ok && !stat(model, &status)) {
-        ok = false;
-        cli_fail("%s: was not written by ctxkv synth, must not be replaced", model);
+    if (!ok) io_fail(&error, "%s: out of memory for its path", folder);
+    ok = ok && io_exists(path, &config, &error) && io_exists(model, &weights, &error);
+    if (ok && config) {
+        ok = made_by_synth(path, &error);
+    } else if (ok && weights) {
+        ok = io_fail(&error, "%s: was not written by ctxkv synth, must not be replaced", model);
     }
+    if (!ok) cli_fail("%s", error.text);
     free(path);
     free(model);
     return ok;

@@ -62,7 +62,7 @@ static bool set_tables(
         cli_tensor_set(&to->tensors[i], place, at, dtype, 2, shape);
         to->tables[i] = &to->tensors[i].tensor;
     }
-    if (!to->tables) cli_fail("out of memory");
+    if (!to->tables) cli_fail("out of memory for the call's addresses");
     return to->tables != NULL;
 }
 
@@ -72,7 +72,7 @@ static bool set_scales(
     static const int64_t one = 1;
     to->scales = calloc((size_t)config->layers * 2, sizeof *to->scales);
     if (!to->scales) {
-        cli_fail("out of memory");
+        cli_fail("out of memory for the call's addresses");
         return false;
     }
     for (int64_t i = 0; i < 2 * config->layers; ++i) {
@@ -91,7 +91,7 @@ bool cli_tables_make(
     *to = (cli_tables){0};
     to->tensors = calloc((size_t)config->layers * 3, sizeof *to->tensors);
     if (!to->tensors) {
-        cli_fail("out of memory");
+        cli_fail("out of memory for the call's addresses");
         return false;
     }
     return (!config->rope || set_tables(to, place, config, context, model, name)) &&
