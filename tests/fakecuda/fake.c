@@ -353,6 +353,7 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_decode_pack_rows", sizeof(ctxkv_decode_rows_params)},
         {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
         {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
+        {"ctxkv_decode_fused_", sizeof(ctxkv_decode_params)},
         {"ctxkv_floor_", sizeof(ctxkv_floor_params)},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)

@@ -288,8 +288,10 @@ static void parameters_arrive(void **state) {
 static void few_rows_take_the_decode_kernels(void **state) {
     (void)state;
     struct parts p;
+    setenv("CTXKV_CHAIN_WAYS", "decode", 1);
     assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
     assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+    unsetenv("CTXKV_CHAIN_WAYS");
     assert_string_equal(fake.launch[0].kernel, "ctxkv_decode_pack");
     ctxkv_decode_pack_params pack;
     memcpy(&pack, fake.launch[1].params, sizeof pack);
@@ -340,6 +342,46 @@ static void few_rows_take_the_decode_kernels(void **state) {
     }
     assert_int_equal(fake.slow_calls, before);
     assert_int_equal(fake.gemms, 0);
+    ctxkv_chain_destroy(p.chain);
+    ctxkv_device_close(p.device);
+}
+
+// The whole chain in one launch, while x may be read in sixteens of bytes.
+static void fewest_rows_take_one_kernel(void **state) {
+    (void)state;
+    struct parts p;
+    assert_int_equal(ctxkv_device_open("cuda:0", 0, &p.device), CTXKV_OK);
+    assert_int_equal(make_chain(p.device, false, &p.chain), CTXKV_OK);
+    assert_int_equal(bind(p.chain, 0), CTXKV_OK);
+    long before = fake.slow_calls;
+    for (int64_t rows = 1; rows <= 20; rows++) {
+        fake.launches = 0;
+        assert_int_equal(run_rows(p.chain, rows, 0), CTXKV_OK);
+        assert_int_equal(fake.launches, rows <= 16 ? 1 : 2);
+        const struct fake_launch *l = &fake.launch[0];
+        if (rows > 16) {
+            assert_non_null(strstr(fake.launch[1].kernel, "ctxkv_decode_n"));
+            continue;
+        }
+        assert_string_equal(
+            l->kernel, rows <= 2   ? "ctxkv_decode_fused_r8_l1_s32"
+                       : rows <= 8 ? "ctxkv_decode_fused_r8_l0_s32"
+                                   : "ctxkv_decode_fused_r16_l0_s32");
+        ctxkv_decode_params d;
+        memcpy(&d, l->params, sizeof d);
+        assert_int_equal(l->grid[0], 2 * CTXKV_DECODE_FUSED_CLUSTER);
+        assert_int_equal(l->grid[1], 1);
+        assert_int_equal(l->grid[2], LAYERS);
+        assert_int_equal(l->cluster[0], 0); // compiled in
+        assert_ptr_equal(d.x, x);
+        assert_int_equal(d.x_row, rows > 1 ? D : 0);
+        assert_int_equal(d.tiles * d.tile_rows, COLUMNS);
+        assert_non_null(d.hidden_gain);
+        assert_non_null(d.layer_gain);
+        assert_int_equal(d.rows, rows);
+        assert_int_equal(d.layer[1].rows, rows);
+    }
+    assert_int_equal(fake.slow_calls, before);
     ctxkv_chain_destroy(p.chain);
     ctxkv_device_close(p.device);
 }
@@ -572,6 +614,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(runs_only_launch, setup, teardown),
         cmocka_unit_test_setup_teardown(parameters_arrive, setup, teardown),
         cmocka_unit_test_setup_teardown(few_rows_take_the_decode_kernels, setup, teardown),
+        cmocka_unit_test_setup_teardown(fewest_rows_take_one_kernel, setup, teardown),
         cmocka_unit_test_setup_teardown(ways_can_be_named, setup, teardown),
         cmocka_unit_test_setup_teardown(the_family_takes_the_prefill_kernels, setup, teardown),
         cmocka_unit_test_setup_teardown(no_room_for_packed_weights, setup, teardown),
