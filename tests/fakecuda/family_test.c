@@ -20,6 +20,7 @@ enum { D = 4096, LAYERS = 2, HEADS = 3, HEAD = 128, ROWS = 5 };
 
 static uint16_t source[LAYERS * ROWS * HEADS * HEAD], x[ROWS * D];
 static uint16_t weights[LAYERS * HEADS * HEAD * D], k_weight[LAYERS * HEAD];
+static uint16_t five[5 * 256 * D];
 static uint16_t kv[ROWS * LAYERS * HEADS * HEAD];
 static _Alignas(16) uint8_t cache[LAYERS][2][4 * 16 * HEADS * HEAD + 16];
 static _Alignas(16) float table[LAYERS][9 * HEAD];
@@ -172,6 +173,43 @@ static void few_columns_are_exact(void **state) {
     ctxkv_projection_destroy(projection);
 }
 
+// Five layers of 256 columns: cuBLAS by the numbers of rows that were compared, windows over the
+// rest.
+static void measured_batches_are_windows(void **state) {
+    static const struct {
+        int64_t rows, gemms, each;
+    } cases[] = {{63, 0, 0},       {64, 1, 64},       {65, 2, 64},
+                 {128, 1, 128},    {1000, 2, 512},    {4096, 1, 4096},
+                 {12289, 4, 4096}, {16384, 1, 16384}, {32769, 3, 16384}};
+    enum { FIVE = 5, COLUMNS = 256 };
+    // Nothing is read there; more rows than there is memory for lie apart.
+    void *far_x = (void *)(uintptr_t)0x100000000000, *far_kv = (void *)(uintptr_t)0x200000000000;
+    struct box b[3];
+    ctxkv_projection_desc d;
+    ctxkv_projection *projection;
+    ctxkv_projection_desc_init(&d);
+    d.hidden_size = D;
+    d.num_layers = FIVE;
+    d.num_kv_heads = 1;
+    d.head_dim = HEAD;
+    const DLTensor *w = gpu_tensor(&b[0], five, bf16, 3, FIVE, COLUMNS, D, 0);
+    d.weights = &w;
+    d.weight_count = 1;
+    assert_int_equal(ctxkv_projection_create(*state, &d, &projection), CTXKV_OK);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t stride[] = {COLUMNS, FIVE * COLUMNS, 1};
+        gpu_tensor(&b[1], far_kv, bf16, 3, FIVE, cases[i].rows, COLUMNS, 0);
+        b[1].t.strides = stride;
+        fake.gemms = fake.gemm_rows = fake.launches = 0;
+        const DLTensor *in = gpu_tensor(&b[2], far_x, bf16, 3, 1, cases[i].rows, D, 0);
+        assert_int_equal(ctxkv_projection_run(projection, in, &b[1].t, 0), CTXKV_OK);
+        assert_int_equal(fake.gemms, cases[i].gemms);
+        assert_int_equal(fake.gemm_rows, cases[i].each);
+        if (cases[i].gemms) assert_int_equal(fake.gemm_batch, FIVE);
+    }
+    ctxkv_projection_destroy(projection);
+}
+
 // Every BF16 value with noise below it, and the halfway cases of every FP8 value.
 static void narrow_equals_the_truth(void **state) {
     (void)state;
@@ -189,6 +227,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_general_store_arrives, setup, teardown),
         cmocka_unit_test_setup_teardown(few_columns_are_exact, setup, teardown),
+        cmocka_unit_test_setup_teardown(measured_batches_are_windows, setup, teardown),
         cmocka_unit_test(narrow_equals_the_truth),
     };
     return cmocka_run_group_tests(tests, 0, 0);
