@@ -121,12 +121,12 @@ bool ctxkv__decode_fused_cut(
     };
     const size_t stage = (size_t)c->steps * 32 * (size_t)tile;
     const size_t fit =
-        (FUSED_SHARED - SHARED_STATIC - CTXKV_DECODE_SHARED_PAD - CTXKV_DECODE_FUSED_X_BYTES) /
+        (FUSED_SHARED - SHARED_STATIC - CTXKV_DECODE_FUSED_MMA - CTXKV_DECODE_FUSED_X_BYTES) /
         stage;
     c->stages = fit < CTXKV_DECODE_MAX_STAGES ? (int)fit : CTXKV_DECODE_MAX_STAGES;
     c->w_first = FUSED_FIRST;
     c->shared_bytes =
-        (unsigned)(CTXKV_DECODE_FUSED_X_BYTES + stage * (size_t)c->stages + CTXKV_DECODE_SHARED_PAD);
+        (unsigned)(CTXKV_DECODE_FUSED_X_BYTES + stage * (size_t)c->stages + CTXKV_DECODE_FUSED_MMA);
     return true;
 }
 

@@ -213,4 +213,4 @@ def slow_producers_are_waited_for():
 
 
 if __name__ == "__main__":
-    sys.exit(T_.main())
+    sys.exit(T_.main(T_.TESTS))

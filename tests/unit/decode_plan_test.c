@@ -136,9 +136,10 @@ static void one_kernel(void **state) {
                 const int64_t stage = (int64_t)c.steps * 32 * c.packing.tile_rows;
                 assert_in_range(c.stages, 3, CTXKV_DECODE_MAX_STAGES);
                 assert_in_range(c.w_first, 1, c.stages);
-                assert_int_equal(
-                    c.shared_bytes,
-                    CTXKV_DECODE_FUSED_X_BYTES + stage * c.stages + CTXKV_DECODE_SHARED_PAD);
+                // The MMA of the last step in the ring has all that it may read: 64 rows from its
+                // first, of which tile_rows are its own.
+                const int64_t ring = CTXKV_DECODE_FUSED_X_BYTES + stage * c.stages;
+                assert_true(ring - 32 * c.packing.tile_rows + 2048 <= c.shared_bytes);
                 assert_true(c.shared_bytes <= H200_SHARED - STATIC_SHARED);
                 const size_t n = (size_t)layers * 2 * (size_t)c.batch_rows * 8192 * 2;
                 assert_true(ctxkv__decode_kv_bytes(&s, rows) >= n);
