@@ -64,9 +64,9 @@ def test_bench_replays_graphs(tmp_path):
     # 64 MiB in a millisecond; a copy reads and writes them.
     assert data["read_gb_s"] == pytest.approx(67.108864, rel=1e-6)
     assert data["copy_gb_s"] == pytest.approx(134.217728, rel=1e-6)
-    launches = {"norms": 1, "projection": 1, "store": 1, "chain": 2}
     for r in data["results"]:
-        assert r["median_us"] == r["p10_us"] == r["p90_us"] == 1000 * launches[r["op"]]
+        launches = 2 if r["op"] == "chain" and r["rows"] > 8 else 1  # few rows: one kernel
+        assert r["median_us"] == r["p10_us"] == r["p90_us"] == 1000 * launches
         # Rows of a call rotate past 64 MiB of cache (norms: x and out; kv).
         a_set = r["rows"] * 2 * (3 * 8192 + 2 * 128)
         assert r["graph_calls"] == (64 << 20) // a_set + 1

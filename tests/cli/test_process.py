@@ -49,6 +49,82 @@ def test_signal_leaves_nothing(tmp_path, number):
     assert os.listdir(folder) == []
 
 
+@pytest.mark.parametrize("moment", [1, 1 << 20, 24 << 20, 96 << 20])
+def test_kill_leaves_the_old_file(tmp_path, moment):
+    """Nobody can clean up after SIGKILL; what has the output's name is whole all the same."""
+    model = heads_model(tmp_path / "m", 1)
+    context = ones_context(tmp_path / "c", 1)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "o").write_bytes(b"before")
+    args = run_args(model, context, folder / "o", "--num-blocks", 30000)
+    process = subprocess.Popen([BIN, *map(str, args)], stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and process.poll() is None and written(folder) < moment:
+        pass
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert (folder / "o").read_bytes() == b"before"
+
+
+def test_reader_that_goes_away(tmp_path):
+    """Standard output is a pipe that nobody reads: no noise, and the caches are whole."""
+    model = heads_model(tmp_path / "m", 1)
+    context = ones_context(tmp_path / "c", 1)
+    for args in (("info",), run_args(model, context, tmp_path / "o", "--num-blocks", 4)):
+        there, end = os.pipe()
+        os.close(there)
+        process = subprocess.Popen([BIN, *map(str, args)], stdout=end, stderr=subprocess.PIPE)
+        os.close(end)
+        text = process.communicate()[1]
+        assert process.returncode in (2, -signal.SIGPIPE), process.returncode
+        assert text.count(b"\n") <= 1, text
+    ok(*run_args(model, context, tmp_path / "again", "--num-blocks", 4))
+    assert (tmp_path / "o").read_bytes() == (tmp_path / "again").read_bytes()
+
+
+def mapping(pid, path):
+    """Rss, Pss and Private_Dirty (KiB) of a process's mappings of a file."""
+    sums = {"Rss": 0, "Pss": 0, "Private_Dirty": 0}
+    inside = False
+    try:
+        with open(f"/proc/{pid}/smaps") as lines:
+            for line in lines:
+                key = line.split(":")[0]
+                if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+                    inside = line.rstrip().endswith(str(path))
+                elif inside and key in sums:
+                    sums[key] += int(line.split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return sums
+
+
+def test_eight_processes_share_one_checkpoint(tmp_path):
+    ok("synth", tmp_path / "m", "--kv-heads", 1, "--rows", 3000)
+    weights = (tmp_path / "m" / "model.safetensors").resolve()
+    size = weights.stat().st_size // 1024
+    context = tmp_path / "m" / "context.safetensors"
+    runs = []
+    for i in range(8):
+        args = run_args(tmp_path / "m", context, tmp_path / f"o{i}", "--threads", 1)
+        runs.append(subprocess.Popen([BIN, *map(str, args)], stdout=subprocess.DEVNULL))
+    try:
+        end, seen = time.monotonic() + 120, []
+        while time.monotonic() < end and all(p.poll() is None for p in runs):
+            seen = [mapping(p.pid, weights) for p in runs]
+            if sum(s["Rss"] for s in seen) > 4 * size:
+                break
+            time.sleep(0.05)
+        assert sum(s["Rss"] for s in seen) > 4 * size, seen
+        assert sum(s["Pss"] for s in seen) < 1.1 * size, (size, seen)
+        assert all(s["Private_Dirty"] == 0 for s in seen), seen
+    finally:
+        for p in runs:
+            p.kill()
+            p.wait()
+
+
 def test_file_that_shrinks_is_an_error(tmp_path):
     """A mapped file cut by someone else while it is read: one line, not a crash."""
     head = {"kv_cache.0": {"dtype": "BF16", "shape": [1 << 20, 1, 1, 256]}}
