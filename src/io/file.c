@@ -94,9 +94,13 @@ static char *target_of(const char *path, io_error *error) {
 
 bool io_writer_open(io_writer *writer, const char *path, io_error *error) {
     *writer = (io_writer){.fd = -1};
-    if (unfinished) return io_fail(error, "%s: another file is still being written", path);
-    if (!*path) return io_fail(error, "the output path is empty, must name a file");
-    writer->path = target_of(path, error);
+    if (unfinished) {
+        io_fail(error, "%s: another file is still being written", path);
+    } else if (!*path) {
+        io_fail(error, "the output path is empty, must name a file");
+    } else {
+        writer->path = target_of(path, error);
+    }
     if (!writer->path) return false;
     // A name of its own in the same folder: the target's may already be as long as one can be.
     const char *slash = strrchr(writer->path, '/');
