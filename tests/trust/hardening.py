@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # The built libctxkv.so: hardening flags, libc floor, writable state.
-"""usage: hardening.py LIBRARY (symbols.txt beside this file lists the exported names)"""
+"""usage: hardening.py LIBRARY (symbols.txt beside this file lists the exported names)
+       hardening.py --bad COMPILER       makes a file with these faults: are they seen?"""
 
 import os
 import re
 import subprocess
 import sys
+import tempfile
 
 GLIBC_FLOOR = (2, 34)  # docs/testing.md and SECURITY.md name it
 NEEDED = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
@@ -66,13 +68,29 @@ def checks(library):
         listed = set(f.read().split())
     yield f"exports, beside symbols.txt: {sorted(exported ^ listed)}", exported == listed
     versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_(\d+\.\d+)", names)}
-    yield f"glibc {max(versions)} is the newest needed", max(versions) <= GLIBC_FLOOR
+    yield f"glibc {max(versions, default=())} is the newest needed", max(versions, default=()) <= GLIBC_FLOOR
     extra = writable_names(library) - WRITABLE
     yield f"writable state {sorted(extra)}", not extra
 
 
+def bad_file(compiler):
+    """What is not noticed of a file that has every fault it can have."""
+    expected = {"RELRO", "bound at load", "stack not executable", "no search path inside",
+                "stack protector", "fortified", "soname libctxkv.so.0", "symbol versions",
+                "exports, beside symbols.txt", "writable state"}
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = os.path.join(folder, "bad.c"), os.path.join(folder, "bad.so")
+        with open(source, "w") as f:
+            f.write("int ctxkv_other = 1; int ctxkv_more(void) { return ctxkv_other; }\n")
+        flags = "-shared -fPIC -fno-stack-protector -U_FORTIFY_SOURCE -Wl,-z,norelro,-z,lazy"
+        tool(compiler, *flags.split(), "-Wl,-z,execstack,-rpath,/tmp", source, "-o", library)
+        noticed = {name for name, good in checks(library) if not good}
+    return [(name, any(n.startswith(name) for n in noticed)) for name in sorted(expected)]
+
+
 def main():
-    results = list(checks(sys.argv[1]))
+    planted = sys.argv[1] == "--bad"
+    results = bad_file(sys.argv[2]) if planted else list(checks(sys.argv[1]))
     bad = [name for name, good in results if not good]
     for name in bad:
         print("FAIL", name)
