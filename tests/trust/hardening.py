@@ -68,7 +68,8 @@ def checks(library):
         listed = set(f.read().split())
     yield f"exports, beside symbols.txt: {sorted(exported ^ listed)}", exported == listed
     versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_(\d+\.\d+)", names)}
-    yield f"glibc {max(versions, default=())} is the newest needed", max(versions, default=()) <= GLIBC_FLOOR
+    newest = max(versions, default=())
+    yield f"glibc {newest} is the newest needed", newest <= GLIBC_FLOOR
     extra = writable_names(library) - WRITABLE
     yield f"writable state {sorted(extra)}", not extra
 
