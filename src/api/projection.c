@@ -41,7 +41,7 @@ static ctxkv_status check_desc(const ctxkv_device *device, const ctxkv_projectio
         status = ctxkv__range("bias_add", (int64_t)d->bias_add, CTXKV_BIAS_FUSED, CTXKV_BIAS_AFTER);
     if (!status) status = ctxkv__range("k_only", d->k_only, 0, 1);
     int64_t count = d->weight_count;
-    bool twice = count == 2 * d->num_layers && !d->k_only;
+    bool twice = !status && count == 2 * d->num_layers && !d->k_only;
     if (!status && count != 1 && count != d->num_layers && !twice)
         status = ctxkv__fail(
             CTXKV_INVALID_ARGUMENT,
