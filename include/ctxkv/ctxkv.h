@@ -27,8 +27,10 @@
 
 #if defined(_WIN32)
 #define CTXKV_API
+#define CTXKV_INLINE static inline
 #else
 #define CTXKV_API __attribute__((visibility("default")))
+#define CTXKV_INLINE static inline __attribute__((unused))
 #endif
 
 #ifdef __cplusplus
@@ -73,7 +75,7 @@ typedef struct ctxkv_device_options {
 } ctxkv_device_options;
 
 CTXKV_API void ctxkv_device_options_init_sized(ctxkv_device_options *options, size_t size);
-static inline void ctxkv_device_options_init(ctxkv_device_options *options) {
+CTXKV_INLINE void ctxkv_device_options_init(ctxkv_device_options *options) {
     ctxkv_device_options_init_sized(options, sizeof *options);
 }
 // name: "cpu", "cuda" (= "cuda:0") or "cuda:N". options may be NULL.
@@ -191,7 +193,7 @@ typedef struct ctxkv_norms_desc {
 } ctxkv_norms_desc;
 
 CTXKV_API void ctxkv_norms_desc_init_sized(ctxkv_norms_desc *desc, size_t size);
-static inline void ctxkv_norms_desc_init(ctxkv_norms_desc *desc) {
+CTXKV_INLINE void ctxkv_norms_desc_init(ctxkv_norms_desc *desc) {
     ctxkv_norms_desc_init_sized(desc, sizeof *desc);
 }
 CTXKV_API ctxkv_status
@@ -226,7 +228,7 @@ typedef struct ctxkv_projection_desc {
 } ctxkv_projection_desc;
 
 CTXKV_API void ctxkv_projection_desc_init_sized(ctxkv_projection_desc *desc, size_t size);
-static inline void ctxkv_projection_desc_init(ctxkv_projection_desc *desc) {
+CTXKV_INLINE void ctxkv_projection_desc_init(ctxkv_projection_desc *desc) {
     ctxkv_projection_desc_init_sized(desc, sizeof *desc);
 }
 CTXKV_API ctxkv_status ctxkv_projection_create(
@@ -271,7 +273,7 @@ typedef struct ctxkv_store_desc {
 } ctxkv_store_desc;
 
 CTXKV_API void ctxkv_store_desc_init_sized(ctxkv_store_desc *desc, size_t size);
-static inline void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
+CTXKV_INLINE void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
     ctxkv_store_desc_init_sized(desc, sizeof *desc);
 }
 CTXKV_API ctxkv_status
@@ -306,7 +308,7 @@ typedef struct ctxkv_chain_desc {
 } ctxkv_chain_desc;
 
 CTXKV_API void ctxkv_chain_desc_init_sized(ctxkv_chain_desc *desc, size_t size);
-static inline void ctxkv_chain_desc_init(ctxkv_chain_desc *desc) {
+CTXKV_INLINE void ctxkv_chain_desc_init(ctxkv_chain_desc *desc) {
     ctxkv_chain_desc_init_sized(desc, sizeof *desc);
 }
 CTXKV_API ctxkv_status
@@ -334,7 +336,7 @@ typedef struct ctxkv_chain_call {
 } ctxkv_chain_call;
 
 CTXKV_API void ctxkv_chain_call_init_sized(ctxkv_chain_call *call, size_t size);
-static inline void ctxkv_chain_call_init(ctxkv_chain_call *call) {
+CTXKV_INLINE void ctxkv_chain_call_init(ctxkv_chain_call *call) {
     ctxkv_chain_call_init_sized(call, sizeof *call);
 }
 CTXKV_API ctxkv_status ctxkv_chain_run_call(ctxkv_chain *chain, const ctxkv_chain_call *call);
