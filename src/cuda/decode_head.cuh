@@ -8,6 +8,7 @@
 
 #include "decode_params.h"
 #include "faults.cuh"
+#include "head_sums.cuh"
 #include "prim.cuh"
 
 // Where a row goes; position < 0 means that it is not stored.
@@ -42,55 +43,17 @@ static __device__ __forceinline__ row_place place_row(
     return place;
 }
 
-// Torch's order over 64 elements, 8 lanes of 8: squares of i and i + 32 are added, then halves are
-// folded. A lane gives its partner what the partner keeps, over 32, 16 and 8 elements; the last
-// three folds have one element a lane left.
-static __device__ __forceinline__ float plain_sum64(const float *k, int lane) {
-    float q[8];
-#pragma unroll
-    for (int e = 0; e < 8; e++) q[e] = mul_rn(k[e], k[e]);
-#pragma unroll
-    for (int n = 4; n > 0; n /= 2) {
-        const bool upper = lane & n;
-#pragma unroll
-        for (int e = 0; e < n; e++) {
-            const float keep = upper ? q[e + n] : q[e], give = upper ? q[e] : q[e + n];
-            q[e] = add_rn(keep, lane_xor(give, n));
-        }
-    }
-    float s = q[0];
-    s = add_rn(s, lane_xor(s, 4));
-    s = add_rn(s, lane_xor(s, 2));
-    return add_rn(s, lane_xor(s, 1));
-}
-
-// vLLM's rms_norm over a head: fma in element order, then adjacent lanes as a tree, warps in order.
-template <int HD> static __device__ __forceinline__ float rms_sum(const float (*k)[8]) {
-    constexpr int LANES = HD / 8 < 32 ? HD / 8 : 32;
-    float total = 0.0f;
-#pragma unroll
-    for (int v = 0; v < HD / 8 / LANES; v++) {
-        float a = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 8; e++) a = fma_rn(k[v][e], k[v][e], a);
-#pragma unroll
-        for (int m = 1; m < LANES; m *= 2) a = add_rn(a, lane_xor(a, m));
-        total = v ? add_rn(total, a) : a;
-    }
-    return total;
-}
-
 template <int HD>
 static __device__ __forceinline__ void norm_head(
     const ctxkv_decode_params &p, const float *weight, int lane, float (*k)[8]) {
     constexpr int LANES = HD / 8 < 32 ? HD / 8 : 32, VECS = HD / 8 / LANES;
     if (p.norm == CTXKV_DECODE_NORM_ABSENT) return;
     if (HD == 64 && p.norm == CTXKV_DECODE_NORM_PLAIN) {
-        const float r = rsqrt_any(fma_rn(plain_sum64(k[0], lane), 1.0f / 64, p.eps));
+        const float r = rsqrt_any(fma_rn(head_sum_folded64(k[0], lane), 1.0f / 64, p.eps));
 #pragma unroll
         for (int e = 0; e < 8; e++) k[0][e] = mul_rn(k[0][e], r);
     } else {
-        const float r = rsqrt_any(add_rn(__fdiv_rn(rms_sum<HD>(k), (float)HD), p.eps));
+        const float r = rsqrt_any(add_rn(__fdiv_rn(head_sum_rms<HD>(k), (float)HD), p.eps));
 #pragma unroll
         for (int v = 0; v < VECS; v++)
 #pragma unroll

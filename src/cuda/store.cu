@@ -6,6 +6,7 @@
 // Slot, K and V are asked for at once; the position only when the slot says that the row is stored,
 // and its table row while the K norm is under way.
 #include "faults.cuh"
+#include "head_sums.cuh"
 #include "params.h"
 #include "prim.cuh"
 
@@ -43,55 +44,18 @@ static __device__ __forceinline__ u64 wide(u32 a, i64 stride, u64 more) {
     return (u64)a * (u32)stride + more;
 }
 
-// The plain norm's sum over 64 elements in torch's order, 8 lanes of 8 elements: squares of i and
-// i + 32 are added, then halves are folded. A lane hands over what its partner keeps (reduce-
-// scatter over 32, 16 and 8 elements), which leaves one element a lane; the rest is a butterfly.
-static __device__ __forceinline__ float sum_folded64(const float *k) {
-    float q[8];
-#pragma unroll
-    for (int e = 0; e < 8; e++) q[e] = mul_rn(k[e], k[e]);
-    const int lane = threadIdx.x;
-#pragma unroll
-    for (int step = 0; step < 3; step++) {
-        const int n = 4 >> step, m = 4 >> step;
-        const bool upper = lane & m;
-#pragma unroll
-        for (int e = 0; e < n; e++) {
-            const float keep = upper ? q[e + n] : q[e], give = upper ? q[e] : q[e + n];
-            q[e] = add_rn(keep, lane_xor(give, m));
-        }
-    }
-    float s = q[0];
-    s = add_rn(s, lane_xor(s, 4));
-    s = add_rn(s, lane_xor(s, 2));
-    return add_rn(s, lane_xor(s, 1));
-}
-
-// vLLM's rms_norm over a head: fma in element order, adjacent lanes by tree, warps in order.
-template <class S> static __device__ __forceinline__ float sum_rms(const float (*k)[8]) {
-    float total = 0.0f;
-#pragma unroll
-    for (int v = 0; v < S::VECS; v++) {
-        float a = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 8; e++) a = fma_rn(k[v][e], k[v][e], a);
-#pragma unroll
-        for (int m = 1; m < S::LANES; m *= 2) a = add_rn(a, lane_xor(a, m));
-        total = v ? add_rn(total, a) : a;
-    }
-    return total;
-}
-
 template <class S>
 static __device__ __forceinline__ void k_norm(
     const ctxkv_store_common &c, const float *weight, int lane, float (*k)[8]) {
     if (S::norm(c) == CTXKV_STORE_NORM_ABSENT) return;
     if (S::HEAD == 64 && S::norm(c) == CTXKV_STORE_NORM_PLAIN) {
-        const float r = rsqrt_any(fma_rn(sum_folded64(k[0]), 1.0f / 64, c.eps));
+        const float r =
+            rsqrt_any(fma_rn(head_sum_folded64(k[0], (int)threadIdx.x), 1.0f / 64, c.eps));
 #pragma unroll
         for (int e = 0; e < 8; e++) k[0][e] = mul_rn(k[0][e], r);
     } else {
-        const float r = rsqrt_any(add_rn(__fdiv_rn(sum_rms<S>(k), (float)S::HEAD), c.eps));
+        const float r =
+            rsqrt_any(add_rn(__fdiv_rn(head_sum_rms<S::HEAD>(k), (float)S::HEAD), c.eps));
 #pragma unroll
         for (int v = 0; v < S::VECS; v++) {
             float g[8];
