@@ -62,7 +62,9 @@ class Ours:
         views = [f.view(o.T, L, 2, o.H, HEAD).permute(2, 1, 0, 3, 4) for f in o.flat]
         rows = [f.view(o.T, L, -1).transpose(0, 1) for f in o.flat]
         chains, parts = self.chains(o.sets, None), self.chains(o.sets, "none")
-        calls = [Q.chain_call(o.x[i], o.positions, o.slots[i]) for i in range(o.sets)]
+        named = self.chains(o.sets, ways) if ways else []
+        room = Q.shared_workspace(chains + parts + named)
+        calls = [Q.chain_call(o.x[i], o.positions, o.slots[i], room) for i in range(o.sets)]
         self.run = dict(
             norm=lambda i: Q.run_norms(norms, o.x[i], o.normed[i].unsqueeze(0)),
             projection=lambda i: Q.run_projection(projections[i], o.normed[i].unsqueeze(0), rows[i]),
@@ -70,7 +72,6 @@ class Ours:
             chain=lambda i: Q.run_call(chains[i], calls[i]),
             parts=lambda i: Q.run_call(parts[i], calls[i]))
         if ways:
-            named = self.chains(o.sets, ways)
             self.run["ways"] = lambda i: Q.run_call(named[i], calls[i])
         self.calls = calls
 
@@ -142,7 +143,8 @@ def stored(o, run):
 def wrong_ops(Q, S, ours, other, o, name):
     """Names of our ops whose bits are not the reference's."""
     wrong, exact = [], ours.chains(1, "none", Q.EXACT)[0]
-    want = stored(o, lambda i: Q.run_call(exact, ours.calls[0]))
+    call = Q.chain_call(o.x[0], o.positions, o.slots[0])
+    want = stored(o, lambda i: Q.run_call(exact, call))
     for op in [k for k in ("chain", "parts", "ways") if k in ours.run]:
         if differing(stored(o, ours.run[op]), want):
             wrong.append(op)
