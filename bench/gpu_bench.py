@@ -19,6 +19,8 @@ import time
 
 import torch
 
+from host_times import host_times
+
 ROWS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
 L, D, EPS = 5, 8192, 1e-5
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -277,6 +279,7 @@ def main():
     if measured:
         result.update(read_kernel_GBs=round(read / 1e9, 1), copy_kernel_GBs=round(copy / 1e9, 1),
                       burst_TFLOPs=round(burst / 1e12, 1))
+    result["host"] = host_times(Q, device)
     heads = list(map(int, args.heads.split(",")))
     begin, wrong = time.time(), 0
     for group in (heads[:2], heads[2:]):
