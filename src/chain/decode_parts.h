@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a chain and a projection of few rows share of the decode kernels' host side.
+// The decode kernels' host side.
 #ifndef CTXKV_CHAIN_DECODE_PARTS_H
 #define CTXKV_CHAIN_DECODE_PARTS_H
 
@@ -17,17 +17,5 @@ ctxkv_status ctxkv__decode_load(
 ctxkv_status ctxkv__decode_pack_weights(
     const struct ctxkv_projection *plan, const struct ctxkv__decode_packing *packing,
     CUdeviceptr *to, size_t *bytes);
-
-// A projection alone, of at most 64 rows, by the decode kernels.
-struct ctxkv__projection_few;
-// NULL without an error where the kernels do not know the plan or there is no room.
-ctxkv_status ctxkv__projection_few_create(
-    struct ctxkv_projection *plan, struct ctxkv__projection_few **few);
-void ctxkv__projection_few_destroy(
-    const struct ctxkv_projection *plan, struct ctxkv__projection_few *few);
-size_t ctxkv__projection_few_memory(const struct ctxkv__projection_few *few);
-ctxkv_status ctxkv__projection_few_launch(
-    const struct ctxkv_projection *plan, const struct ctxkv__projection_few *few,
-    const struct ctxkv__projection_call *call);
 
 #endif

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../cuda/prefill_plan.h"
+#include "../device/tensor_map.h"
 #include "chain_ways.h"
 
 enum { BOXES = 2, MOST_HIDDEN = 8192 };
@@ -53,19 +54,6 @@ static bool suits(const struct ctxkv_chain *plan) {
            plan->device->gpu->arch == 90 && plan->device->gpu->cu->cuTensorMapEncodeTiled;
 }
 
-static CUresult encode(
-    const struct ctxkv__cuda_device *gpu, ctxkv_tensor_map *map, const void *address, int rank,
-    const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box) {
-    const cuuint32_t steps[3] = {1, 1, 1};
-    CUtensorMap m;
-    CUresult result = gpu->cu->cuTensorMapEncodeTiled(
-        &m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)(uintptr_t)address, dims,
-        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (!result) memcpy(map, &m, sizeof *map);
-    return result;
-}
-
 static ctxkv_status weight_maps(const struct ctxkv_chain *plan, struct ctxkv__prefill *f) {
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const ctxkv_projection_desc *p = &plan->projection->desc;
@@ -80,7 +68,7 @@ static ctxkv_status weight_maps(const struct ctxkv_chain *plan, struct ctxkv__pr
                 (cuuint64_t)p->hidden_size, (cuuint64_t)plan->projection->args.block_columns};
             const cuuint64_t stride[] = {(cuuint64_t)w->row_stride * 2};
             const cuuint32_t box[] = {64, (cuuint32_t)boxes[b]};
-            CUresult result = encode(gpu, &host[i], w->data, 2, dims, stride, box);
+            CUresult result = ctxkv__tensor_map(gpu, &host[i], w->data, 2, dims, stride, box);
             if (result) status = ctxkv__cu_fail(gpu->cu, result, "describing the weights");
         }
         if (!status) status = ctxkv__gpu_alloc(gpu, bytes, "tensor maps", &f->maps[b]);
@@ -266,7 +254,7 @@ static ctxkv_status launch_layers(
     const cuuint64_t dims[] = {(cuuint64_t)d->hidden_size, rows, 1},
                      stride[] = {bytes, bytes * rows};
     const cuuint32_t box[] = {64, (cuuint32_t)shape->row_box, 1};
-    CUresult result = encode(gpu, &p.a, h, 3, dims, stride, box);
+    CUresult result = ctxkv__tensor_map(gpu, &p.a, h, 3, dims, stride, box);
     if (result) return ctxkv__cu_fail(gpu->cu, result, "describing the rows");
     p.w_maps = (const ctxkv_tensor_map *)(uintptr_t)f->maps[shape->weight_box == boxes[1]];
     p.row_scale = scale;

@@ -5,7 +5,7 @@
 
 #include "../device/cublas.h"
 #include "../ops/norms.h"
-#include "decode_parts.h"
+#include "few_parts.h"
 
 struct projection_gpu {
     CUdeviceptr blocks; // ctxkv_projection_block [L*parts]
@@ -18,7 +18,7 @@ struct projection_gpu {
     CUdeviceptr workspace;   // for runs without one of their own
     struct ctxkv__lock lock; // around the handle's stream and workspace
     void *stream_set, *workspace_set;
-    struct ctxkv__projection_few *few; // NULL: not there
+    struct ctxkv__few *few; // NULL: not there
     size_t bytes;
 };
 
@@ -129,13 +129,10 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
     return status;
 }
 
-#define FEW_ROWS 16 // 0: never
-
-// Where the decode kernels beat cuBLAS (docs/gpu.md). They cost a copy of the weights.
-static int64_t most_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
-    bool narrow = plan->desc.hidden_size == 8192 && 2 * plan->args.block_columns <= 256;
-    bool automatic = plan->desc.mode == CTXKV_PROJECTION_AUTO && g->cublas;
-    return automatic && narrow && !plan->in_chain ? FEW_ROWS : 0;
+// It costs a copy of the weights or two: not for a chain, which has its own.
+static bool wants_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
+    return plan->desc.mode != CTXKV_PROJECTION_CUBLAS && !plan->in_chain &&
+           ctxkv__few_rows(plan, g->cublas) > 0 && ctxkv__way_allowed("decode");
 }
 
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
@@ -162,8 +159,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
-    if (!status && most_few(plan, g) && ctxkv__way_allowed("decode"))
-        status = ctxkv__projection_few_create(plan, &g->few);
+    if (!status && wants_few(plan, g)) status = ctxkv__few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -177,7 +173,7 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
         ctxkv__gpu_free(plan->device->gpu, g->blocks);
         ctxkv__gpu_free(plan->device->gpu, g->bias);
         ctxkv__gpu_free(plan->device->gpu, g->workspace);
-        ctxkv__projection_few_destroy(plan, g->few);
+        ctxkv__few_destroy(plan, g->few);
         ctxkv__gpu_leave(plan->device->gpu, &scope);
     }
     ctxkv__lock_destroy(&g->lock);
@@ -187,7 +183,7 @@ void ctxkv__cuda_projection_destroy(struct ctxkv_projection *plan) {
 
 size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan) {
     const struct projection_gpu *g = plan->gpu;
-    return g->bytes + ctxkv__projection_few_memory(g->few);
+    return g->bytes + ctxkv__few_memory(g->few);
 }
 
 bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan) {
@@ -354,8 +350,7 @@ ctxkv_status ctxkv__cuda_projection_launch(
                 : columns_of(plan);
     }
     bool cublas = g->cublas && cublas_fits(plan, g, &call);
-    if (cublas && g->few && call.rows <= most_few(plan, g))
-        return ctxkv__projection_few_launch(plan, g->few, given);
+    if (ctxkv__few_takes_run(g->few, given, cublas)) return ctxkv__few_launch(plan, g->few, given);
     if (cublas) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)
         return ctxkv__fail(

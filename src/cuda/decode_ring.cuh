@@ -55,7 +55,9 @@ static __device__ __forceinline__ void ring_fill(
 // The consumers. An MMA is issued when the one before is nearly done, so that every instruction
 // between two stages is time lost; what has to be done sits between the MMAs of a stage instead:
 // telling the producers that the stage before last is free, and looking whether the next is full.
-template <int N, int STEPS>
+// TURNED: the weights are the MMA's 64 rows and x its N, so that `out` are pairs of rows of a
+// column, not of columns of a row.
+template <int N, int STEPS, bool TURNED = false>
 static __device__ __forceinline__ void multiply(
     const ring &g, int steps, u32 w_pitch, u32 x_pitch, u32 target, bool tells, u32 (&out)[N / 4]) {
     const u32 x_turn = x_pitch * 8 - 6; // from the last step of a line to the next line
@@ -66,6 +68,10 @@ static __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
     wgmma_fix<N>(acc);
+    const auto step = [](float(&acc)[N / 2], u32 x, u32 w) {
+        const u64 xs = lines_operand(x), ws = chunks_operand(w);
+        wgmma<N>(acc, TURNED ? ws : xs, TURNED ? xs : ws);
+    };
     for (int s = 0; s < stages; s++) {
         if (!ready) bar_wait(g.full + slot * 8, parity);
         u32 w = chunks_start(g.base + slot * g.bytes + g.x_bytes, w_pitch);
@@ -75,7 +81,7 @@ static __device__ __forceinline__ void multiply(
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            wgmma<N>(acc, lines_operand(x), chunks_operand(w));
+            step(acc, x, w);
             w += w_pitch * 2, x += i % 4 == 3 ? x_turn : 2;
             if (i == 1) bar_arrive_if(target + free_slot * 8, release);
             if (i == STEPS - 3) ready = bar_test(g.full + slot * 8, parity);
@@ -90,7 +96,7 @@ static __device__ __forceinline__ void multiply(
         u32 x = lines_start(g.base + slot * g.bytes);
         for (int i = stages * STEPS; i < steps; i++) {
             wgmma_begin();
-            wgmma<N>(acc, lines_operand(x), chunks_operand(w));
+            step(acc, x, w);
             w += w_pitch * 2, x += i % 4 == 3 ? x_turn : 2;
             wgmma_commit();
             wgmma_wait<0>();

@@ -4,19 +4,10 @@
 #define CTXKV_CUDA_PREFILL_PARAMS_H
 
 #include "fault_record.h"
+#include "tensor_map.h"
 
 // Layers of one launch; a chain with more layers makes several launches, with first_layer set.
 #define CTXKV_PREFILL_LAYERS 32
-
-// A tensor map as the driver encodes it.
-#ifdef __CUDACC__
-#define CTXKV_PREFILL_ALIGN __align__(64)
-#else
-#define CTXKV_PREFILL_ALIGN _Alignas(64)
-#endif
-typedef struct {
-    CTXKV_PREFILL_ALIGN unsigned long long opaque[16];
-} ctxkv_tensor_map;
 
 #define CTXKV_PREFILL_KV 1u  // write kv, not the caches
 #define CTXKV_PREFILL_BY2 2u // a cache (or kv) is not 16-byte aligned in every row and head

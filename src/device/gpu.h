@@ -9,6 +9,7 @@
 #include "../api/lock.h"
 #include "../chain/device.h"
 #include "../cuda/decode_params.h"
+#include "../cuda/few_params.h"
 #include "driver.h"
 
 enum ctxkv__module {

@@ -107,6 +107,98 @@ def every_size_has_cublas_bits():
     assert seen == 5 * len(SIZES)
 
 
+def projection_operands(H, layers, rows, D_=D, seed=1, hd=64):
+    """Inputs of their own for each layer, hostile rows among them, and weights."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    x = torch.randn(layers, rows, D_, device="cuda", generator=g).bfloat16()
+    w = (0.02 * torch.randn(layers, 2 * hd * H, D_, device="cuda", generator=g)).bfloat16()
+    for l in range(layers):
+        hostile_rows(x[l])
+    w[:, 5].mul_(1e-38)  # subnormal weights
+    w[0, 9, 7] = 3e38    # sums that overflow
+    return x, w
+
+
+def same(got, want):
+    return torch.equal(got.contiguous().view(torch.int16), want.contiguous().view(torch.int16))
+
+
+@test
+def few_rows_alone_have_cublas_bits():
+    """Separate projections of every T up to 64 against torch.bmm, in both modes."""
+    for H in (2, 1, 3, 4, 8, 16):
+        layers = 5 if H <= 4 else 2
+        x, w = projection_operands(H, layers, 64, seed=H)
+        plans = [GPU.projection(w, layers, H, mode=mode) for mode in (Q.AUTO, Q.EXACT)]
+        for T in range(1, 65):
+            mine = x[:, :T].contiguous()
+            want = torch.bmm(mine, w.transpose(1, 2))
+            for plan in plans:
+                kv = torch.full_like(want, 7)
+                Q.run_projection(plan, mine, kv)
+                assert same(kv, want), f"H={H} T={T}"
+                # A layer's rows at the distance of 64: the same bits, nothing beside them.
+                Q.run_projection(plan, x[:, :T], kv.zero_())
+                assert same(kv, want), f"H={H} T={T}, rows of a larger tensor"
+        for plan in plans:
+            plan.close()
+
+
+@test
+def few_rows_alone_equal_the_general_kernel():
+    """x off by two bytes goes to the kernel for anything: the same values, any shape and strides."""
+    for D_, H, hd, layers in ((64, 1, 64, 1), (1088, 3, 64, 2), (1040, 2, 64, 2), (2560, 8, 128, 3),
+                              (4096, 1, 256, 20), (8192, 2, 64, 5), (5120, 2, 512, 1)):
+        x, w = projection_operands(H, layers, 64, D_, seed=D_, hd=hd)
+        N = w.shape[1]
+        plan = GPU.projection(w, layers, H, hd, D_, Q.EXACT)
+        odd = torch.empty(layers * 64 * D_ + 1, dtype=torch.bfloat16, device="cuda")[1:]
+        wide = torch.full((64, layers, D_ + 24), float("nan"), dtype=torch.bfloat16, device="cuda")
+        for T in (1, 2, 7, 8, 9, 16, 17, 24, 31, 32, 33, 40, 48, 57, 64):
+            for shared in (False, True):
+                mine = x[:1 if shared else layers, :T]
+                off = odd[:mine.numel()].view(mine.shape)
+                off.copy_(mine)
+                want = torch.empty(layers, T, N, dtype=torch.bfloat16, device="cuda")
+                Q.run_projection(plan, off, want)
+                # Rows of layers side by side, NaN around them; kv likewise, on an odd address.
+                between = wide[:T, :mine.shape[0], 8:8 + D_].transpose(0, 1)
+                between.copy_(mine)
+                room = torch.full((T * layers * (N + 3) + 1,), 7.0, dtype=torch.bfloat16,
+                                  device="cuda")
+                kv = room[1:].view(T, layers, N + 3)
+                for a in (mine.contiguous(), between):
+                    out = kv[:, :, :N].transpose(0, 1)
+                    Q.run_projection(plan, a, out)
+                    assert same(out, want), f"D={D_} H={H} hd={hd} T={T} shared={shared}"
+                    assert (kv[:, :, N:] == 7).all() and room[0] == 7, "written beside kv"
+        plan.close()
+
+
+@test
+def few_rows_alone_replay_and_wait():
+    """500 replays behind kernels that write x late give the bits of one run."""
+    for H, T in ((2, 1), (2, 8), (2, 16), (2, 33), (2, 64), (4, 16), (16, 64)):
+        layers = 5 if H <= 4 else 2
+        x, w = projection_operands(H, layers, T, seed=T)
+        plan, late = GPU.projection(w, layers, H), torch.zeros_like(x)
+        want, kv = torch.bmm(x, w.transpose(1, 2)), torch.empty(
+            layers, T, 128 * H, dtype=torch.bfloat16, device="cuda")
+        torch.cuda.synchronize()
+        graph, wrong = torch.cuda.CUDAGraph(), torch.zeros((), dtype=torch.int64, device="cuda")
+        with torch.cuda.graph(graph):
+            late.zero_()
+            late.copy_(x)
+            Q.run_projection(plan, late, kv)
+            Q.run_projection(plan, late, kv)
+            wrong += (kv.view(torch.int16) != want.view(torch.int16)).sum()
+        for _ in range(500):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert wrong.item() == 0, f"H={H} T={T}: {wrong.item()} elements differ"
+        plan.close()
+
+
 @test
 def one_run_of_each_way():
     """Small, for compute-sanitizer as well."""
@@ -119,6 +211,13 @@ def one_run_of_each_way():
         assert equal(got, want), f"T={T}"
     for p in (plan, norms, store):
         p.close()
+    x, w = projection_operands(2, 2, 64)
+    alone = GPU.projection(w, 2, 2)
+    for T in (1, 8, 16, 31, 64):
+        mine, kv = x[:, :T].contiguous(), torch.empty(2, T, 256, dtype=torch.bfloat16, device="cuda")
+        Q.run_projection(alone, mine, kv)
+        assert same(kv, torch.bmm(mine, w.transpose(1, 2))), f"alone, T={T}"
+    alone.close()
 
 
 @test

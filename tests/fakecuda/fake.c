@@ -3,6 +3,7 @@
 #include "fake.h"
 
 #include "cuda/decode_params.h"
+#include "cuda/few_params.h"
 #include "cuda/params.h"
 #include "cuda/prefill_params.h"
 #include "cuda/store_general.h"
@@ -354,6 +355,8 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
         {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
         {"ctxkv_decode_fused_", sizeof(ctxkv_decode_params)},
+        {"ctxkv_few_pack", sizeof(ctxkv_few_pack_params)},
+        {"ctxkv_few_", sizeof(ctxkv_few_params)},
         {"ctxkv_floor_", sizeof(ctxkv_floor_params)},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -397,10 +400,25 @@ static CUresult f_cuTensorMapEncodeTiled(
     const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
     const cuuint32_t *element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
     CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
-    (void)type, (void)rank, (void)address, (void)dims, (void)strides, (void)box;
-    (void)element_strides, (void)interleave, (void)swizzle, (void)promotion, (void)fill;
+    (void)interleave, (void)promotion;
     STEP(cuTensorMapEncodeTiled);
+    struct fake_map m = {
+        .rank = (int)rank, .address = address, .type = type, .swizzle = swizzle, .fill = fill};
+    // What a driver asks of them.
+    bool sane = !((uintptr_t)address % 16) && rank >= 1 && rank <= 5 && box[0] * 2 <= 128;
+    for (cuuint32_t i = 0; i < rank; i++) {
+        m.dims[i] = dims[i], m.box[i] = box[i], m.steps[i] = element_strides[i];
+        sane = sane && dims[i] >= 1 && dims[i] <= (cuuint64_t)1 << 32 && box[i] >= 1 &&
+               box[i] <= 256 && element_strides[i] == 1;
+        if (i + 1 == rank) break;
+        m.strides[i] = strides[i];
+        sane = sane && strides[i] > 0 && !(strides[i] % 16) && strides[i] < (cuuint64_t)1 << 40;
+    }
+    if (!sane) return CUDA_ERROR_INVALID_VALUE;
+    fake.map = m;
+    fake.maps++;
     memset(map, 0, sizeof *map);
+    memcpy(map, &fake.maps, sizeof fake.maps);
     return 0;
 }
 

@@ -17,6 +17,17 @@ struct fake_launch {
     unsigned char params[FAKE_PARAM_BYTES];
 };
 
+// The last tensor map that was described.
+struct fake_map {
+    int rank;
+    const void *address;
+    cuuint64_t dims[5], strides[4]; // strides in bytes
+    cuuint32_t box[5], steps[5];
+    CUtensorMapDataType type;
+    CUtensorMapSwizzle swizzle;
+    CUtensorMapFloatOOBfill fill;
+};
+
 struct fake_state {
     // What it pretends to be.
     int devices, major, minor, version;
@@ -43,6 +54,8 @@ struct fake_state {
     CUstream recording;
     long recorded, graphs, events;
     float clock;
+    long maps; // described
+    struct fake_map map;
     int launches;
     struct fake_launch launch[FAKE_LAUNCHES];
 };

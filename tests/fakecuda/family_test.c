@@ -12,6 +12,7 @@
 #include <cmocka.h>
 
 #include "ctxkv/ctxkv.h"
+#include "cuda/few_params.h"
 #include "cuda/narrow.h"
 #include "cuda/params.h"
 #include "cuda/store_general.h"
@@ -19,7 +20,8 @@
 
 enum { D = 4096, LAYERS = 2, HEADS = 3, HEAD = 128, ROWS = 5, FIVE = 5 };
 
-static uint16_t source[LAYERS * ROWS * HEADS * HEAD], x[ROWS * D];
+static uint16_t source[LAYERS * ROWS * HEADS * HEAD];
+static _Alignas(16) uint16_t x[ROWS * D + 1];
 static uint16_t weights[LAYERS * HEADS * HEAD * D], k_weight[LAYERS * HEAD];
 static uint16_t five[5 * 256 * D];
 static uint16_t kv[ROWS * LAYERS * HEADS * HEAD];
@@ -138,7 +140,8 @@ static void a_general_store_arrives(void **state) {
     ctxkv_store_destroy(store);
 }
 
-// One input for all layers and few columns: cuBLAS would split K, so the exact kernel does it.
+// One input for all layers and few columns: cuBLAS would split K, so the exact kernels do it, that
+// of few rows where it can read x.
 static void few_columns_are_exact(void **state) {
     struct box b[3];
     ctxkv_projection_desc d;
@@ -162,6 +165,16 @@ static void few_columns_are_exact(void **state) {
     fake.gemms = fake.launches = 0;
     const DLTensor *in = gpu_tensor(&b[1], x, bf16, 3, 1, ROWS, D, 0);
     assert_int_equal(ctxkv_projection_run(projection, in, &out.t, 0), CTXKV_OK);
+    assert_int_equal(fake.launches, 1);
+    ctxkv_few_params few;
+    memcpy(&few, fake.launch[0].params, sizeof few);
+    assert_non_null(strstr(fake.launch[0].kernel, "ctxkv_few_"));
+    assert_int_equal(few.columns, columns);
+    assert_int_equal(few.x_shared, 1);
+    assert_int_equal(fake.map.dims[3], 1);
+    fake.launches = 0;
+    in = gpu_tensor(&b[1], x + 1, bf16, 3, 1, ROWS, D, 0);
+    assert_int_equal(ctxkv_projection_run(projection, in, &out.t, 0), CTXKV_OK);
     assert_int_equal(fake.gemms, 0);
     assert_int_equal(fake.launches, 1);
     ctxkv_projection_params p;
@@ -170,7 +183,7 @@ static void few_columns_are_exact(void **state) {
     assert_int_equal(fake.launch[0].grid[0], columns / 64);
     assert_int_equal(p.parts, 1);
     assert_int_equal(p.block_columns, columns);
-    assert_int_equal(p.flags, CTXKV_PROJECTION_ROUND_FIRST);
+    assert_int_equal(p.flags, CTXKV_PROJECTION_BY2 | CTXKV_PROJECTION_ROUND_FIRST);
     ctxkv_projection_destroy(projection);
 }
 

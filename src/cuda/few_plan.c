@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a projection of few rows is cut. The choices were measured on an H200: docs/op/projection.md.
+#include "few_plan.h"
+
+#include "few_params.h"
+#ifdef CTXKV_FEW_TRY
+#include <stdio.h>
+#include <stdlib.h>
+static struct { int tile, batch_tiles, cluster_tiles, steps, stages, w_first, turned; } try_;
+static bool tries(void) {
+    const char *s = getenv("FEW");
+    return s && sscanf(s, "%d,%d,%d,%d,%d,%d,%d", &try_.tile, &try_.batch_tiles, &try_.cluster_tiles,
+                       &try_.steps, &try_.stages, &try_.w_first, &try_.turned) == 7;
+}
+#endif
+
+// FIRST_BYTES: weights asked for before x. TURNED_ROWS: T up to which the weights are the MMA's
+// rows, whose time then depends on x's.
+enum { SHARED_STATIC = 2048, LEAST_STAGES = 3, FIRST_BYTES = 96 * 1024, TURNED_ROWS = 8 };
+
+// Columns of the MMAs, and the longest stages there are kernels for.
+static const struct {
+    int columns, steps[2];
+} kernels[] = {
+    {8, {32, 16}}, {16, {32, 16}}, {24, {32, 16}}, {32, {32, 16}},
+    {48, {16, 0}}, {64, {16, 8}},  {96, {8, 0}},   {128, {8, 0}},
+};
+enum { KERNELS = sizeof(kernels) / sizeof(kernels[0]), MOST_COLUMNS = 128, MMA_ROWS = 64 };
+
+static int64_t round_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b * b;
+}
+
+bool ctxkv__few_takes(const struct ctxkv__few_shape *s) {
+    return s->num_layers > 0 && s->num_layers <= 65535 && s->columns > 0 && s->columns % 2 == 0 &&
+           s->columns <= 1 << 22 && s->hidden_size > 0 && s->hidden_size % 64 == 0 &&
+           s->hidden_size <= 1 << 20 && s->shared_memory >= 64 * 1024;
+}
+
+// Weight rows a tile so that one wave of `blocks` blocks covers all layers. Few, large tiles: a
+// block's time hardly depends on its rows up to 16, and blocks of the next launch find room.
+static int tile_rows(const struct ctxkv__few_shape *s, int64_t blocks) {
+    const int64_t columns = s->columns;
+    int64_t tiles = blocks / s->num_layers;
+    tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
+    int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
+    rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
+    if (rows > MOST_COLUMNS) rows = MOST_COLUMNS;
+    // Rows that fill the MMA when that costs no tile.
+    for (int i = 0; i < KERNELS; i++)
+        if (kernels[i].columns >= rows) {
+            const int64_t full = kernels[i].columns;
+            if ((columns + full - 1) / full == (columns + rows - 1) / rows) rows = full;
+            break;
+        }
+    return (int)rows;
+}
+
+static struct ctxkv__few_packing pack(const struct ctxkv__few_shape *s, int rows) {
+    struct ctxkv__few_packing p;
+#ifdef CTXKV_FEW_TRY
+    if (tries()) rows = try_.tile;
+#endif
+    p.tile_rows = rows;
+    p.tiles = (int)((s->columns + rows - 1) / rows);
+    p.layer_bytes = (size_t)p.tiles * (size_t)rows * (size_t)s->hidden_size * 2;
+    return p;
+}
+
+// Above 32 rows two batch tiles share the tile's weights, where that does not make tiles too large.
+static bool splits_batch(const struct ctxkv__few_shape *s) {
+    return tile_rows(s, s->multiprocessors / 2) < 96;
+}
+
+int ctxkv__few_packings(
+    const struct ctxkv__few_shape *s, struct ctxkv__few_packing packings[CTXKV__FEW_PACKINGS]) {
+    packings[0] = pack(s, tile_rows(s, s->multiprocessors));
+    if (!splits_batch(s)) return 1;
+    packings[1] = pack(s, tile_rows(s, s->multiprocessors / 2));
+    return packings[1].tile_rows == packings[0].tile_rows ? 1 : 2;
+}
+
+// A ring of stages of so many steps; false where too few fit.
+static bool fit_ring(
+    const struct ctxkv__few_shape *s, int steps, int least, struct ctxkv__few_cut *c) {
+    const size_t weights = (size_t)steps * 32 * (size_t)c->packing.tile_rows;
+    const size_t stage = (size_t)round_up(
+        (int64_t)steps * 32 * (c->packing.tile_rows + c->batch_rows), 1024);
+    // An MMA reads 64 rows of x, up to 56 past the last line, past the stage's weights; or 64 of
+    // weights.
+    const size_t past_x = (MMA_ROWS - 8) * 128;
+    const size_t pad =
+        CTXKV_FEW_PAD + (!c->turned && weights < past_x ? past_x - weights : 0);
+    const int all = (c->chunks + 2 * steps - 1) / (2 * steps), want = 8;
+    int fit = (int)((s->shared_memory - SHARED_STATIC - pad) / stage);
+#ifdef CTXKV_FEW_TRY
+    if (tries() && try_.stages && fit > try_.stages) fit = try_.stages, least = 3;
+#endif
+    if (fit < all && fit < least) return false;
+    c->steps = steps;
+    c->stages = fit < want ? fit : want;
+    if (c->stages > all) c->stages = all;
+    const size_t first = FIRST_BYTES / weights;
+    c->w_first = first < 1 ? 1 : first < (size_t)c->stages ? (int)first : c->stages;
+#ifdef CTXKV_FEW_TRY
+    if (tries() && try_.w_first) c->w_first = try_.w_first < c->stages ? try_.w_first : c->stages;
+#endif
+    c->shared_bytes = (unsigned)(stage * (size_t)c->stages + pad);
+    const int lines = steps / 4;
+    if (lines % c->cluster_tiles) c->cluster_tiles = 1;
+    c->box_lines = lines / c->cluster_tiles;
+    return true;
+}
+
+// The longest stages of which the ring holds enough, or all of K.
+static bool choose_kernel(const struct ctxkv__few_shape *s, struct ctxkv__few_cut *c) {
+    if (c->turned) {
+        c->columns = c->batch_rows;
+#ifdef CTXKV_FEW_TRY
+    if (tries() && try_.steps) return fit_ring(s, try_.steps, 3, c);
+#endif
+        return fit_ring(s, 32, 5, c) || fit_ring(s, 16, LEAST_STAGES, c);
+    }
+    for (int k = 0; k < KERNELS; k++) {
+        if (kernels[k].columns < c->packing.tile_rows) continue;
+        c->columns = kernels[k].columns;
+#ifdef CTXKV_FEW_TRY
+    if (tries() && try_.steps) return fit_ring(s, try_.steps, 3, c);
+#endif
+        const bool two = kernels[k].steps[1] > 0;
+        if (fit_ring(s, kernels[k].steps[0], two ? 5 : LEAST_STAGES, c)) return true;
+        return two && fit_ring(s, kernels[k].steps[1], LEAST_STAGES, c);
+    }
+    return false;
+}
+
+bool ctxkv__few_cut(
+    const struct ctxkv__few_shape *s, int64_t rows, struct ctxkv__few_cut *c) {
+    if (!ctxkv__few_takes(s) || rows < 1 || rows > CTXKV_FEW_MAX_ROWS) return false;
+    const bool split = rows > 32 && splits_batch(s);
+    *c = (struct ctxkv__few_cut){
+        .packing = pack(s, tile_rows(s, s->multiprocessors / (split ? 2 : 1)))};
+    c->batch_tiles = split ? 2 : 1;
+#ifdef CTXKV_FEW_TRY
+    if (tries()) c->batch_tiles = try_.batch_tiles;
+#endif
+    c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
+    c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
+    c->cluster_tiles = 1;
+    c->cluster_batches = c->batch_tiles;
+    c->chunks = (int)(s->hidden_size / 8);
+    c->turned = rows <= TURNED_ROWS && c->packing.tile_rows <= MMA_ROWS;
+#ifdef CTXKV_FEW_TRY
+    if (tries()) {
+        c->turned = try_.turned;
+        c->cluster_tiles = c->packing.tiles % try_.cluster_tiles ? 1 : try_.cluster_tiles;
+    }
+#endif
+    return choose_kernel(s, c);
+}
+
+int64_t ctxkv__few_pays(const struct ctxkv__few_shape *s) {
+    (void)s;
+    return 64;
+}
