@@ -53,14 +53,13 @@ void bench_print_header(const bench *all) {
             "copy_share,floor_us,ratio");
         return;
     }
-    printf(
-        "%s\ncopy %.1f GB/s, read %.1f GB/s, %.1f GMAC/s", device_text(all, text, sizeof text),
-        all->copy, all->read, all->rate);
-    if (all->replay) printf(", an empty kernel %.2f us", all->launch);
     bench_options(all, options, sizeof options);
     printf(
-        "\n%s, %s caches%s%s", io_family_name((io_family)all->family),
-        cli_cache_names[all->cache_type], *options ? ", " : "", options);
+        "%s; %s, %s caches%s%s\ncopy %.1f GB/s, read %.1f GB/s, %.1f GMAC/s",
+        device_text(all, text, sizeof text), io_family_name((io_family)all->family),
+        cli_cache_names[all->cache_type], *options ? ", " : "", options, all->copy, all->read,
+        all->rate);
+    if (all->replay) printf(", an empty kernel %.2f us", all->launch);
     printf(
         "%s\n%-10s %5s %6s %11s %11s %11s %10s %8s %11s %8s%s\n",
         all->unchecked ? "; bits not compared" : "", "op", "heads", "rows", "median us", "p10",
