@@ -433,5 +433,11 @@ int main(int argc, char **argv) {
     for (int64_t l = 0; l < L && kind >= 2; ++l) // an FP8 value is a byte
         for (int64_t i = 0; i < count; ++i) ((uint8_t *)caches[l])[i] = (uint8_t)caches[l][i];
     if (!io_safetensors_write(argv[3], entries, (size_t)L, NULL, NULL, &error)) die(error.text);
+    for (int64_t l = 0; l < L; ++l) free(caches[l]);
+    free(caches);
+    free(entries);
+    io_context_close(&ctx);
+    io_draft_close(&draft);
+    io_draft_close(&other);
     return 0;
 }
