@@ -3,20 +3,16 @@
 #include "few_plan.h"
 
 #include "few_params.h"
-#ifdef CTXKV_FEW_TRY
-#include <stdio.h>
-#include <stdlib.h>
-static struct { int tile, batch_tiles, cluster_tiles, steps, stages, w_first, turned; } try_;
-static bool tries(void) {
-    const char *s = getenv("FEW");
-    return s && sscanf(s, "%d,%d,%d,%d,%d,%d,%d", &try_.tile, &try_.batch_tiles, &try_.cluster_tiles,
-                       &try_.steps, &try_.stages, &try_.w_first, &try_.turned) == 7;
-}
-#endif
 
 // FIRST_BYTES: weights asked for before x. TURNED_ROWS: T up to which the weights are the MMA's
 // rows, whose time then depends on x's.
-enum { SHARED_STATIC = 2048, LEAST_STAGES = 3, FIRST_BYTES = 96 * 1024, TURNED_ROWS = 8 };
+enum {
+    SHARED_STATIC = 2048,
+    LEAST_STAGES = 3,
+    FIRST_BYTES = 96 * 1024,
+    TURNED_ROWS = 8,
+    EVEN_COLUMNS = 256
+};
 
 // Columns of the MMAs, and the longest stages there are kernels for.
 static const struct {
@@ -42,7 +38,8 @@ bool ctxkv__few_takes(const struct ctxkv__few_shape *s) {
 static int tile_rows(const struct ctxkv__few_shape *s, int64_t blocks) {
     const int64_t columns = s->columns;
     int64_t tiles = blocks / s->num_layers;
-    tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
+    if (tiles < 2) tiles = 1;
+    if (columns <= EVEN_COLUMNS) tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles, not 13
     int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
     rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
     if (rows > MOST_COLUMNS) rows = MOST_COLUMNS;
@@ -58,9 +55,6 @@ static int tile_rows(const struct ctxkv__few_shape *s, int64_t blocks) {
 
 static struct ctxkv__few_packing pack(const struct ctxkv__few_shape *s, int rows) {
     struct ctxkv__few_packing p;
-#ifdef CTXKV_FEW_TRY
-    if (tries()) rows = try_.tile;
-#endif
     p.tile_rows = rows;
     p.tiles = (int)((s->columns + rows - 1) / rows);
     p.layer_bytes = (size_t)p.tiles * (size_t)rows * (size_t)s->hidden_size * 2;
@@ -84,27 +78,20 @@ int ctxkv__few_packings(
 static bool fit_ring(
     const struct ctxkv__few_shape *s, int steps, int least, struct ctxkv__few_cut *c) {
     const size_t weights = (size_t)steps * 32 * (size_t)c->packing.tile_rows;
-    const size_t stage = (size_t)round_up(
-        (int64_t)steps * 32 * (c->packing.tile_rows + c->batch_rows), 1024);
+    const size_t stage =
+        (size_t)round_up((int64_t)steps * 32 * (c->packing.tile_rows + c->batch_rows), 1024);
     // An MMA reads 64 rows of x, up to 56 past the last line, past the stage's weights; or 64 of
     // weights.
     const size_t past_x = (MMA_ROWS - 8) * 128;
-    const size_t pad =
-        CTXKV_FEW_PAD + (!c->turned && weights < past_x ? past_x - weights : 0);
+    const size_t pad = CTXKV_FEW_PAD + (!c->turned && weights < past_x ? past_x - weights : 0);
     const int all = (c->chunks + 2 * steps - 1) / (2 * steps), want = 8;
     int fit = (int)((s->shared_memory - SHARED_STATIC - pad) / stage);
-#ifdef CTXKV_FEW_TRY
-    if (tries() && try_.stages && fit > try_.stages) fit = try_.stages, least = 3;
-#endif
     if (fit < all && fit < least) return false;
     c->steps = steps;
     c->stages = fit < want ? fit : want;
     if (c->stages > all) c->stages = all;
     const size_t first = FIRST_BYTES / weights;
     c->w_first = first < 1 ? 1 : first < (size_t)c->stages ? (int)first : c->stages;
-#ifdef CTXKV_FEW_TRY
-    if (tries() && try_.w_first) c->w_first = try_.w_first < c->stages ? try_.w_first : c->stages;
-#endif
     c->shared_bytes = (unsigned)(stage * (size_t)c->stages + pad);
     const int lines = steps / 4;
     if (lines % c->cluster_tiles) c->cluster_tiles = 1;
@@ -116,17 +103,11 @@ static bool fit_ring(
 static bool choose_kernel(const struct ctxkv__few_shape *s, struct ctxkv__few_cut *c) {
     if (c->turned) {
         c->columns = c->batch_rows;
-#ifdef CTXKV_FEW_TRY
-    if (tries() && try_.steps) return fit_ring(s, try_.steps, 3, c);
-#endif
         return fit_ring(s, 32, 5, c) || fit_ring(s, 16, LEAST_STAGES, c);
     }
     for (int k = 0; k < KERNELS; k++) {
         if (kernels[k].columns < c->packing.tile_rows) continue;
         c->columns = kernels[k].columns;
-#ifdef CTXKV_FEW_TRY
-    if (tries() && try_.steps) return fit_ring(s, try_.steps, 3, c);
-#endif
         const bool two = kernels[k].steps[1] > 0;
         if (fit_ring(s, kernels[k].steps[0], two ? 5 : LEAST_STAGES, c)) return true;
         return two && fit_ring(s, kernels[k].steps[1], LEAST_STAGES, c);
@@ -134,28 +115,22 @@ static bool choose_kernel(const struct ctxkv__few_shape *s, struct ctxkv__few_cu
     return false;
 }
 
-bool ctxkv__few_cut(
-    const struct ctxkv__few_shape *s, int64_t rows, struct ctxkv__few_cut *c) {
+bool ctxkv__few_cut(const struct ctxkv__few_shape *s, int64_t rows, struct ctxkv__few_cut *c) {
     if (!ctxkv__few_takes(s) || rows < 1 || rows > CTXKV_FEW_MAX_ROWS) return false;
     const bool split = rows > 32 && splits_batch(s);
     *c = (struct ctxkv__few_cut){
         .packing = pack(s, tile_rows(s, s->multiprocessors / (split ? 2 : 1)))};
     c->batch_tiles = split ? 2 : 1;
-#ifdef CTXKV_FEW_TRY
-    if (tries()) c->batch_tiles = try_.batch_tiles;
-#endif
     c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
     c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
-    c->cluster_tiles = 1;
+    // Tiles that fetch x together: worth the wait for each other where x is the larger operand.
+    c->cluster_tiles = rows <= 16 || split         ? 1
+                       : c->packing.tiles % 4 == 0 ? 4
+                       : c->packing.tiles % 2 == 0 ? 2
+                                                   : 1;
     c->cluster_batches = c->batch_tiles;
     c->chunks = (int)(s->hidden_size / 8);
     c->turned = rows <= TURNED_ROWS && c->packing.tile_rows <= MMA_ROWS;
-#ifdef CTXKV_FEW_TRY
-    if (tries()) {
-        c->turned = try_.turned;
-        c->cluster_tiles = c->packing.tiles % try_.cluster_tiles ? 1 : try_.cluster_tiles;
-    }
-#endif
     return choose_kernel(s, c);
 }
 
