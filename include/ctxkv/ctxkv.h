@@ -52,9 +52,11 @@ typedef enum ctxkv_status {
     CTXKV_STATUS_FORCE_INT = 0x7fffffff
 } ctxkv_status;
 
+// "0.1.0"
 CTXKV_API const char *ctxkv_version(void);
 // "INVALID_ARGUMENT" and the like; "?" for a value that is no status.
 CTXKV_API const char *ctxkv_status_name(ctxkv_status status);
+// What the status means, in a few words.
 CTXKV_API const char *ctxkv_status_text(ctxkv_status status);
 // The calling thread's last failure as one sentence (argument, what it was, what it must be); "" if
 // none. Valid until the thread's next failing call.

@@ -166,7 +166,9 @@ static bool read_family(const reader *in, io_family *family) {
         return io_fail(
             in->error, "%s: %s inserts by a kernel of its own: not supported", in->path, shown);
     }
-    if (!name || any_of(name, drafts)) return true;
+    // vLLM puts DFlash before the name of a Laguna draft, whose file has the target's own.
+    bool laguna = *family == IO_FAMILY_LAGUNA && json_is_object(lookup(in, "dflash_config"));
+    if (!name || laguna || any_of(name, drafts)) return true;
     return io_fail(
         in->error, "%s: architectures names %s, must be a MuseSpark, DFlash or DSpark draft",
         in->path, name);

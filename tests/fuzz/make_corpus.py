@@ -116,7 +116,8 @@ table = {"cos_sin_cache": entry("BF16", [3, 2], 64, 76)}
 put("context", "plain", tensors(context, 32))
 put("context", "layers", tensors({**context, **slots, **table}, 76))
 put("context", "odd", tensors({**context, **slots, **table}, 76, 1))
-scales = {f"{part}_scales": entry("F32", [2], 76 + at, 84 + at) for part, at in (("k", 0), ("v", 8))}
+scales = {f"{part}_scales": entry("F32", [2], 76 + at, 84 + at)
+          for part, at in (("k", 0), ("v", 8))}
 put("context", "scales", tensors({**context, **slots, **table, **scales}, 92))
 put("context", "tables", tensors({**context, "cos_sin_cache": entry("F16", [2, 3, 2], 32, 56)}, 56))
 put("context", "narrow", tensors({**context, "hidden_states": entry("BF16", [4, 2], 16, 32)}, 32))
@@ -128,7 +129,8 @@ lines = {
     "synth": "synth --family qwen3 --hidden-size 64 d e",
     "bench": "bench --rows 1,2,x --tolerance nan",
     "verify": "verify -- --help b",
-    "options": "synth --family laguna --rotary-dim 48 --bias --v-scale .5 --table-type fp16 --sliding 4 d",
+    "options": "synth --family laguna --rotary-dim 48 --bias --v-scale .5 --table-type fp16 "
+               "--sliding 4 d",
     "types": "bench --family gemma4 --cache-type fp8_e5m2 --layer-tables --gptj --v-scale 0",
     "bytes": "diagnose -m m -c x -k y --cache-type fp8_e4m3",
     "help": "diagnose --usage",

@@ -103,6 +103,11 @@ static void other_kinds(void **state) {
         &config, &error));
     assert_true(config.theta == 9.0f && config.rotary_dim == 128);
     assert_true(config_of(
+        "{\"architectures\": [\"LagunaForCausalLM\"], \"dflash_config\": {}, \"hidden_size\": 64, "
+        "\"num_hidden_layers\": 1, \"num_attention_heads\": 1}",
+        &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_LAGUNA);
+    assert_true(config_of(
         "{" GEMMA ", \"attention_k_eq_v\": true, \"rope_parameters\": {\"full_attention\": "
         "{\"rope_type\": \"proportional\", \"partial_rotary_factor\": 0.25}}}",
         &config, &error));
@@ -157,6 +162,7 @@ static void refused_configs(void **state) {
         {"{\"architectures\": [\"DFlash2BeamDraftModel\"]}", "a kernel of its own"},
         {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"kv_lora_rank\": 512}",
          "kv_lora_rank"},
+        {"{\"architectures\": [\"LagunaForCausalLM\"]}", "LagunaForCausalLM, must be a MuseSpark"},
         {"{\"speculators_model_type\": \"eagle3\", \"transformer_layer_config\": {}}",
          "speculators_model_type is \"eagle3\", must be dflash, dflash2 or dspark"},
         {"{\"speculators_model_type\": \"dflash\", " QWEN "}",
