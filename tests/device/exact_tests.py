@@ -130,7 +130,8 @@ def one_run_of_each_way():
     o = Operands(2, 2, 520, seed=7)
     plan, norms = o.chain(520), GPU.make("norms", o.norms_desc(), None)
     store = GPU.store(o.L, 2, rope=Q.GPTJ, table=o.table)
-    for T in (1, 3, 8, 16, 31, 64, 130, 520):
+    # The general kernel takes long where every access is watched.
+    for T in (1, 3, 8, 16, 31, 64, 130, 200 if "CTXKV_CUBLAS" in os.environ else 520):
         got, want = o.run(plan, slice(0, T)), o.reference(norms, store, T)
         torch.cuda.synchronize()
         assert equal(got, want), f"T={T}"
