@@ -103,7 +103,7 @@ static ctxkv_status launch_layers(
     const struct ctxkv_projection *plan, const struct ctxkv__projection_few *f,
     const struct ctxkv__projection_call *call, const struct ctxkv__decode_cut *cut, int64_t x_layer,
     int64_t first, int64_t count) {
-    int packing = cut->packing.tile_rows != f->packing[0].tile_rows;
+    int packing = !ctxkv__decode_same_packing(&cut->packing, &f->packing[0]);
     bool kv4 =
         ctxkv__aligned(call->kv, 4) && !(call->kv_row_stride % 2) && !(call->kv_layer_stride % 2);
     ctxkv_decode_params p = {
@@ -124,8 +124,12 @@ static ctxkv_status launch_layers(
         .tiles = cut->packing.tiles,
         .batch_rows = cut->batch_rows,
         .batch_tiles = cut->batch_tiles,
+        .k_tiles = cut->packing.k_tiles,
+        .k_columns = cut->packing.k_columns,
         .cluster_tiles = cut->cluster_tiles,
         .cluster_batches = cut->cluster_batches,
+        .shares_x = cut->shares_x,
+        .k_room = cut->k_room,
         .stages = cut->stages,
         .w_first = cut->w_first,
         .first_layer = (int)first,

@@ -242,8 +242,6 @@ static ctxkv_status launch_rows(
         p.out_layer = lines->out_layer;
         p.tile_rows = lines->tile_rows;
         p.out_tile = lines->out_tile;
-        p.zero = lines->zero;
-        p.zero_count = lines->zero_count;
     }
     struct ctxkv__launch launch = {
         .kernel = row_kernels[g.row_kind][cut.shape + (cut.shape != ANY && !half)],
@@ -283,8 +281,6 @@ static ctxkv_status launch_rms(
     if (lines) {
         p.tile_rows = lines->tile_rows;
         p.out_tile = lines->out_tile;
-        p.zero = lines->zero;
-        p.zero_count = lines->zero_count;
     }
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_norms_rms,
