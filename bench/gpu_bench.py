@@ -5,7 +5,9 @@
 usage: gpu_bench.py --library libctxkv.so [--peers DIR --kernels DIR] [--out h200.json] [--heads 2,16]
 --peers: the folder with peers.py (stock and seed chains), --kernels: the device code it was told to
 build. Without them only ctxkv and torch's cuBLAS are measured. Medians of graph replays in
-microseconds; inputs, weights and outputs rotate past the L2 cache; L = 5, D = 8192, Muse Spark.
+microseconds; inputs, weights and outputs rotate past the L2 cache; L = 5, D = 8192, Muse Spark. What a
+chain keeps between its launches lies where it lay before, with every peer: ours are given one
+workspace, theirs come from torch's allocator, which hands out the block just freed.
 """
 import argparse
 import json
@@ -16,6 +18,8 @@ import tempfile
 import time
 
 import torch
+
+from host_times import host_times
 
 ROWS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
 L, D, EPS = 5, 8192, 1e-5
@@ -124,7 +128,6 @@ def ours(Q, device, o, hw, lw, table):
             device.store_desc(L, o.H, eps=EPS, rope=Q.GPTJ, table=table), o.T)
         Q.bind(chain, *Q.split(o.caches))
         chains.append(chain)
-        calls.append(Q.chain_call(o.x[i], o.positions, o.slots[i]))
     views = [k.view(L, o.T, 2, o.H, 64) for k in o.kv]
     run = dict(
         norms=lambda i: Q.run_norms(norms, o.x[i], o.out[i]),
@@ -143,6 +146,8 @@ def ours(Q, device, o, hw, lw, table):
         Q.bind(chain, *Q.split(o.caches))
         parts.append(chain)
     del os.environ["CTXKV_CHAIN_WAYS"]
+    room = Q.shared_workspace(chains + parts)
+    calls += [Q.chain_call(o.x[i], o.positions, o.slots[i], room) for i in range(o.sets)]
     run["parts"] = lambda i: Q.run_call(parts[i], calls[i])
     return run, [norms, store, *projections, *chains, *parts]
 
@@ -274,6 +279,7 @@ def main():
     if measured:
         result.update(read_kernel_GBs=round(read / 1e9, 1), copy_kernel_GBs=round(copy / 1e9, 1),
                       burst_TFLOPs=round(burst / 1e12, 1))
+    result["host"] = host_times(Q, device)
     heads = list(map(int, args.heads.split(",")))
     begin, wrong = time.time(), 0
     for group in (heads[:2], heads[2:]):

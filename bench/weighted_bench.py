@@ -5,7 +5,8 @@
 usage: weighted_bench.py --library libctxkv.so [--peers DIR --kernels DIR] [--out h200_qwen3.json]
 --peers: the folder with peers.py and weighted.py (the stock chain), --kernels: the device code they
 were told to build. Medians of graph replays in microseconds; rows, weights and outputs rotate past
-the L2 cache; L = 5, head_dim 128. Bits are compared before anything is timed: norm and store with
+the L2 cache; five layers, head_dim 128, unless a shape says otherwise (--shapes NAME or D:H:L:head_dim,
+several by ";"). --ways adds the chain by the ways that CTXKV_CHAIN_WAYS would name. Bits are compared before anything is timed: norm and store with
 stock's; a whole chain with stock's where cuBLAS keeps K whole, else (8 ranks: N = 1280, where
 stock's bits change with T) with our exact kernel's, and how many of stock's values differ is said.
 """
@@ -20,13 +21,15 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from gpu_bench import BYTES_PER_S, OPERATIONS_PER_S, ROOT, ROWS, limits, measure  # noqa: E402
 
-L, HEAD, EPS, POSITIONS, PAGE = 5, 128, 1e-6, 40960, 16
-SHAPES = {"Qwen3-8B": (4096, 8), "Qwen3-4B": (2560, 8), "Qwen3-8B, 8 ranks": (4096, 1)}
+EPS, POSITIONS, PAGE = 1e-6, 40960, 16
+OPS = ("chain", "norm", "projection", "store")
+SHAPES = {"Qwen3-8B": (4096, 8, 5, 128), "Qwen3-4B": (2560, 8, 5, 128),
+          "Qwen3-8B, 8 ranks": (4096, 1, 5, 128)}
 
 
 class Operands:
-    def __init__(self, D, H, T):
-        self.D, self.H, self.T = D, H, T
+    def __init__(self, D, H, L, HEAD, T):
+        self.D, self.H, self.L, self.HEAD, self.T = D, H, L, HEAD, T
         self.N = N = L * 2 * H * HEAD
         self.sets = max(1, min(24, 300 * 2**20 // (N * D * 2 + T * (4 * D + 4 * N))))
         self.sets = max(self.sets, 1 + 100 * 2**20 // (N * D * 2))  # the weights alone pass the L2
@@ -48,34 +51,39 @@ class Operands:
 
 class Ours:
     """The plans, and run[op](i): one call of the op on set i."""
-    def __init__(self, Q, device, o):
+    def __init__(self, Q, device, o, ways=None):
         self.Q, self.device, self.o, self.plans = Q, device, o, []
         norms, store = device.norms(*self.norm(), **self.weights()), device.store(*self.kind()[0],
                                                                                  **self.kind()[1])
+        L, HEAD = o.L, o.HEAD
         Q.bind(store, *Q.split(o.caches, HEAD))
         projections = [device.projection(w, L, o.H, HEAD, o.D, max_rows=o.T) for w in o.w]
         self.plans += [norms, store, *projections]
         views = [f.view(o.T, L, 2, o.H, HEAD).permute(2, 1, 0, 3, 4) for f in o.flat]
         rows = [f.view(o.T, L, -1).transpose(0, 1) for f in o.flat]
         chains, parts = self.chains(o.sets, None), self.chains(o.sets, "none")
-        calls = [Q.chain_call(o.x[i], o.positions, o.slots[i]) for i in range(o.sets)]
+        named = self.chains(o.sets, ways) if ways else []
+        room = Q.shared_workspace(chains + parts + named)
+        calls = [Q.chain_call(o.x[i], o.positions, o.slots[i], room) for i in range(o.sets)]
         self.run = dict(
             norm=lambda i: Q.run_norms(norms, o.x[i], o.normed[i].unsqueeze(0)),
             projection=lambda i: Q.run_projection(projections[i], o.normed[i].unsqueeze(0), rows[i]),
             store=lambda i: Q.run_store(store, views[i][0], views[i][1], o.positions, o.slots[i]),
             chain=lambda i: Q.run_call(chains[i], calls[i]),
             parts=lambda i: Q.run_call(parts[i], calls[i]))
+        if ways:
+            self.run["ways"] = lambda i: Q.run_call(named[i], calls[i])
         self.calls = calls
 
     def norm(self):
-        return (self.Q.RMS, EPS, 0, 0), (self.Q.ABSENT, 0, 0, 0), L, self.o.D
+        return (self.Q.RMS, EPS, 0, 0), (self.Q.ABSENT, 0, 0, 0), self.o.L, self.o.D
 
     def weights(self):
         return dict(hw=self.o.norm_weight)
 
     def kind(self):
         o = self.o
-        return (L, o.H, HEAD), dict(k_norm=self.Q.K_RMS, eps=EPS, weight=o.k_weight,
+        return (o.L, o.H, o.HEAD), dict(k_norm=self.Q.K_RMS, eps=EPS, weight=o.k_weight,
                                     rope=self.Q.NEOX, table=o.table)
 
     def chains(self, count, ways, mode=None):
@@ -87,9 +95,9 @@ class Ours:
             mode_ = self.Q.AUTO if mode is None else mode
             made.append(device.chain(
                 device.norms_desc(*self.norm(), **self.weights()),
-                device.projection_desc(w, L, o.H, HEAD, o.D, mode=mode_),
+                device.projection_desc(w, o.L, o.H, o.HEAD, o.D, mode=mode_),
                 device.store_desc(*self.kind()[0], **self.kind()[1]), o.T))
-            self.Q.bind(made[-1], *self.Q.split(o.caches, HEAD))
+            self.Q.bind(made[-1], *self.Q.split(o.caches, o.HEAD))
         os.environ.pop("CTXKV_CHAIN_WAYS", None)
         self.plans += made
         return made
@@ -104,8 +112,8 @@ def stock(S, o):
     args = lambda i: (o.positions, o.slots[i], o.table, o.k_weight, o.caches, EPS)  # noqa: E731
     return dict(
         norm=lambda i: S.rms(o.x[i], o.norm_weight, EPS),
-        store=lambda i: S.store(o.flat[i], L, o.H, HEAD, *args(i)),
-        chain=lambda i: S.chain(o.x[i], o.norm_weight, o.w[i], L, o.H, HEAD, *args(i)))
+        store=lambda i: S.store(o.flat[i], o.L, o.H, o.HEAD, *args(i)),
+        chain=lambda i: S.chain(o.x[i], o.norm_weight, o.w[i], o.L, o.H, o.HEAD, *args(i)))
 
 
 def floors(o, bandwidth, rate):
@@ -135,8 +143,9 @@ def stored(o, run):
 def wrong_ops(Q, S, ours, other, o, name):
     """Names of our ops whose bits are not the reference's."""
     wrong, exact = [], ours.chains(1, "none", Q.EXACT)[0]
-    want = stored(o, lambda i: Q.run_call(exact, ours.calls[0]))
-    for op in ("chain", "parts"):
+    call = Q.chain_call(o.x[0], o.positions, o.slots[0])
+    want = stored(o, lambda i: Q.run_call(exact, call))
+    for op in [k for k in ("chain", "parts", "ways") if k in ours.run]:
         if differing(stored(o, ours.run[op]), want):
             wrong.append(op)
     if S:
@@ -149,27 +158,29 @@ def wrong_ops(Q, S, ours, other, o, name):
         total = 2 * o.T * o.N // 2
         print(f"bits {name} T={o.T}: stock's chain differs from the exact one in {by_stock} of {total}",
               flush=True)
-        if by_stock and o.N >= 5120:
+        if by_stock and o.N >= 5120 and o.D >= 2048:
             wrong.append("stock")
     for op in wrong:
         print(f"DIFFERS: {op} {name} T={o.T}", flush=True)
     return wrong
 
 
-def one_size(Q, S, device, name, T, limit, result):
-    D, H = SHAPES[name]
-    o = Operands(D, H, T)
-    ours, floor = Ours(Q, device, o), floors(o, *limit)
+def one_size(Q, S, device, name, T, limit, result, args):
+    D, H, L, HEAD = SHAPES[name] if name in SHAPES else map(int, name.split(":"))
+    o = Operands(D, H, L, HEAD, T)
+    ours, floor = Ours(Q, device, o, args.ways), floors(o, *limit)
     other = stock(S, o) if S else {}
     cublas = lambda i: torch.mm(o.normed[i], o.w[i].t(), out=o.flat[i])  # noqa: E731
     wrong = wrong_ops(Q, S, ours, other, o, name)
-    for op in ("chain", "norm", "projection", "store"):
+    for op in args.ops.split(","):
         count = max(o.sets, 24 if T <= 1024 else 4)
         full = {}
         if op not in wrong:
             full["ctxkv"] = measure(ours.run[op], o.sets, count)
         if op == "chain" and "parts" not in wrong:
             full["ctxkv_parts"] = measure(ours.run["parts"], o.sets, count)
+        if op == "chain" and args.ways and "ways" not in wrong:
+            full["ctxkv_" + args.ways] = measure(ours.run["ways"], o.sets, count)
         if op in other:
             full["stock"] = measure(other[op], o.sets, count)
         if op == "projection":
@@ -177,8 +188,8 @@ def one_size(Q, S, device, name, T, limit, result):
         us = {k: round(v[0], 3) for k, v in full.items()}
         us["floor"] = round(floor[op], 3)
         spread = {k: [round(v[1], 3), round(v[2], 3)] for k, v in full.items()}
-        result["rows"].append(dict(op=op, family="qwen3", shape=name, hidden_size=D, heads=H, rows=T,
-                                   us=us, spread=spread))
+        result["rows"].append(dict(op=op, family="qwen3", shape=name, hidden_size=D, heads=H,
+                                   layers=L, head_dim=HEAD, rows=T, us=us, spread=spread))
         peer = us.get("stock", us.get("cublas"))
         print(f"ratios {op} {name} T={T}: " + " ".join(f"{k} {v:.2f}" for k, v in us.items()) +
               (f" = {us['ctxkv'] / peer:.3f} of the peer" if peer and "ctxkv" in us else ""), flush=True)
@@ -193,6 +204,8 @@ def main():
     p.add_argument("--kernels")
     p.add_argument("--out", default="h200_qwen3.json")
     p.add_argument("--shapes", default=";".join(SHAPES))
+    p.add_argument("--ops", default=",".join(OPS))
+    p.add_argument("--ways")
     p.add_argument("--seconds", type=float, default=1e9, help="begin no size after so long")
     p.add_argument("--rows", default=",".join(map(str, ROWS)))
     args = p.parse_args()
@@ -213,7 +226,7 @@ def main():
     result = dict(
         machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=0,
         torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1),
-        bf16_TFLOPs=round(rate / 1e12, 1), layers=L, head_dim=HEAD,
+        bf16_TFLOPs=round(rate / 1e12, 1), layers=5, head_dim=128,
         method="medians of graph replays; buffers rotate past the L2", rows=[])
     begin, wrong = time.time(), 0
     for T in map(int, args.rows.split(",")):
@@ -221,7 +234,7 @@ def main():
             if time.time() - begin > args.seconds:
                 print(f"{name} T={T}: no time left")
                 continue
-            wrong += one_size(Q, S, device, name, T, limit, result)
+            wrong += one_size(Q, S, device, name, T, limit, result, args)
             result["cublas"] = device.info().cublas
             with open(args.out, "w") as f:
                 json.dump(result, f, indent=1)

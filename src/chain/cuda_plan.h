@@ -58,5 +58,13 @@ size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan);
 size_t ctxkv__cuda_store_memory(const struct ctxkv_store *plan);
 // Whether runs go through cuBLAS (and want a workspace).
 bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan);
+// How so many rows of a chain go, all layers reading one input or each its own.
+enum ctxkv__projection_way {
+    CTXKV__PROJECTION_MMA,
+    CTXKV__PROJECTION_CUBLAS,
+    CTXKV__PROJECTION_WINDOWS // more than one call of cuBLAS
+};
+enum ctxkv__projection_way ctxkv__cuda_projection_way(
+    const struct ctxkv_projection *plan, int64_t rows, bool shared);
 
 #endif

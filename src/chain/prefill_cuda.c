@@ -141,12 +141,8 @@ static ctxkv_prefill_input input_of(
 ctxkv_status ctxkv__prefill_create(struct ctxkv_chain *plan, struct ctxkv__prefill **prefill) {
     struct ctxkv__cuda_device *gpu = plan->device->gpu;
     *prefill = 0;
-    // The family's kernels wait for a run on a GPU: until then only who names them gets them.
     const char *ways = getenv("CTXKV_CHAIN_WAYS");
-    bool always = ways && strstr(ways, "prefill-always");
-    if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_prefill) ||
-        (is_family(plan) && !always))
-        return CTXKV_OK;
+    if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_prefill)) return CTXKV_OK;
     struct ctxkv__prefill *f = calloc(1, sizeof *f);
     if (!f) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the prefill plan");
     ctxkv_status status = weight_maps(plan, f);
@@ -154,7 +150,7 @@ ctxkv_status ctxkv__prefill_create(struct ctxkv_chain *plan, struct ctxkv__prefi
     if (!status && muse) status = packed_gains(plan, f);
     if (!status && muse) status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_prenorm);
     f->input = input_of(plan, f);
-    f->always = always;
+    f->always = ways && strstr(ways, "prefill-always");
     for (int i = 0; !status && i < ctxkv__prefill_shape_count(); i++)
         if (kernel_of(i, f->input) != CTXKV__KERNELS)
             status = ctxkv__gpu_kernel(gpu, kernel_of(i, f->input));
@@ -180,13 +176,20 @@ size_t ctxkv__prefill_memory(const struct ctxkv__prefill *f) {
 bool ctxkv__prefill_takes(
     const struct ctxkv_chain *plan, const struct ctxkv__prefill *f,
     const struct ctxkv__chain_call *call) {
+    static const ctxkv_prefill_other others[] = {
+        [CTXKV__PROJECTION_MMA] = CTXKV_PREFILL_OR_EXACT,
+        [CTXKV__PROJECTION_CUBLAS] = CTXKV_PREFILL_OR_CUBLAS,
+        [CTXKV__PROJECTION_WINDOWS] = CTXKV_PREFILL_OR_WINDOWS,
+    };
     const ctxkv_projection_desc *p = &plan->projection->desc;
     if (!f) return false;
     // The norms' own kernels take any x; the pre-kernel reads 16 bytes at once.
-    bool any = f->input >= CTXKV_PREFILL_RMS64;
-    return (any || (ctxkv__aligned(call->x, 16) && call->x_row_stride % 8 == 0)) &&
-           (f->always || ctxkv__prefill_pays(
-                             call->rows, p->hidden_size, p->num_layers, p->num_kv_heads, f->input));
+    bool family = f->input >= CTXKV_PREFILL_RMS64, shared = family && p->num_layers > 1;
+    if (!family && (!ctxkv__aligned(call->x, 16) || call->x_row_stride % 8)) return false;
+    return f->always ||
+           ctxkv__prefill_pays(
+               call->rows, p->hidden_size, p->num_layers, p->num_kv_heads, f->input,
+               others[ctxkv__cuda_projection_way(plan->projection, call->rows, shared)]);
 }
 
 static ctxkv_status launch_prenorm(

@@ -63,6 +63,7 @@ static bool batch_equals(const struct ctxkv_projection *plan, bool shared) {
 // One input for all layers and few columns, where one GEMM would split K: a batch of these numbers
 // of rows gave the exact bits (bench/results/h200_qwen3.json); other numbers were not measured.
 static const int64_t batch_rows[] = {16384, 4096, 2048, 1024, 512, 256, 128, 64};
+enum { BATCHES = sizeof batch_rows / sizeof *batch_rows };
 static bool shared_batch_equals(const struct ctxkv_projection *plan) {
     return plan->desc.hidden_size == 4096 && columns_of(plan) == 256 &&
            plan->desc.num_layers == 5 && plan->args.parts == 2;
@@ -191,6 +192,17 @@ size_t ctxkv__cuda_projection_memory(const struct ctxkv_projection *plan) {
 
 bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan) {
     return ((const struct projection_gpu *)plan->gpu)->cublas != 0;
+}
+
+enum ctxkv__projection_way ctxkv__cuda_projection_way(
+    const struct ctxkv_projection *plan, int64_t rows, bool shared) {
+    const struct projection_gpu *g = plan->gpu;
+    if (!g->cublas || !known_equal(plan, g, shared)) return CTXKV__PROJECTION_MMA;
+    if (!shared || one_gemm_equals(plan, g)) return CTXKV__PROJECTION_CUBLAS;
+    int i = 0;
+    while (i < BATCHES && batch_rows[i] > rows) i++;
+    if (i == BATCHES) return CTXKV__PROJECTION_MMA;
+    return batch_rows[i] == rows ? CTXKV__PROJECTION_CUBLAS : CTXKV__PROJECTION_WINDOWS;
 }
 
 static int gemm(

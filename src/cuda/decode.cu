@@ -11,10 +11,9 @@
 // wait. The columns of a head of K lie in tiles of one cluster: its outputs are put together in the
 // shared memory of the CTA that the row falls to, V's go straight to the cache. docs/op/decode.md:
 // the layouts, why this shape, what was measured.
-#include "decode_async.cuh"
 #include "decode_head.cuh"
 #include "decode_params.h"
-#include "decode_wgmma.cuh"
+#include "decode_ring.cuh"
 #include "prim.cuh"
 
 struct shared_state {
@@ -47,100 +46,6 @@ static __device__ __forceinline__ where find(const ctxkv_decode_params &p) {
     o.spread = 31 - __clz(p.head_dim / p.k_columns);
     o.part = o.tile & (1 << o.spread) - 1;
     return o;
-}
-
-// The ring of stages, each STEPS steps of both operands.
-struct ring {
-    u32 base, full, empty; // shared addresses
-    int depth, chunks;     // chunks of a stage
-    int x_bytes, bytes;    // of a stage: x, then weights
-};
-
-// One operand's way into the ring, in shares by the CTAs of the cluster that want it.
-struct feed {
-    const char *src;
-    int offset, vector; // in a stage; bytes of a chunk
-    int share, shares;
-    u32 mask; // the CTAs that want it
-};
-
-// Stages [first, last) of those that K has, first <= depth. Short, for a stage may last less than
-// 200 ns: what does not change from one to the next is worked out before.
-static __device__ __forceinline__ void ring_fill(
-    const ring &g, const feed &f, int chunks, int first, int last) {
-    int n = g.chunks, slot = first;
-    // Lines are shared out in eights; stages are multiples of them.
-    int part = f.shares == 1 ? n : (n / f.shares + 7) & ~7;
-    int a = min(f.share * part, n), bytes = (min(a + part, n) - a) * f.vector;
-    u32 parity = 1, dst = g.base + f.offset + first * g.bytes;
-    const char *src = f.src + (i64)first * n * f.vector;
-    last = min(last, (chunks + n - 1) / n);
-    for (int stage = first; stage < last; stage++) {
-        if (slot == g.depth) slot = 0, parity ^= 1, dst = g.base + f.offset;
-        if (chunks - stage * g.chunks < n) {
-            n = chunks - stage * g.chunks;
-            part = ((n + f.shares - 1) / f.shares + 7) & ~7;
-            a = min(f.share * part, n), bytes = (min(a + part, n) - a) * f.vector;
-        }
-        if (stage >= g.depth) bar_wait(g.empty + slot * 8, parity);
-        const u32 bar = g.full + slot * 8;
-        bar_expect(bar, n * f.vector);
-        if (f.shares == 1)
-            copy_bulk(dst, src, bytes, bar);
-        else if (bytes > 0)
-            copy_bulk_to(dst + a * f.vector, src + a * f.vector, bytes, bar, f.mask);
-        slot++, dst += g.bytes, src += g.chunks * f.vector;
-    }
-}
-
-// The consumers. An MMA is issued when the one before is nearly done, so that every instruction
-// between two stages is time lost; what has to be done sits between the MMAs of a stage instead:
-// telling the producers that the stage before last is free, and looking whether the next is full.
-template <int N, int STEPS>
-static __device__ __forceinline__ void multiply(
-    const ring &g, int steps, u32 w_pitch, u32 x_pitch, u32 target, bool tells, u32 (&out)[N / 4]) {
-    const u32 x_turn = x_pitch * 8 - 6; // from the last step of a line to the next line
-    const int stages = steps / STEPS, all_stages = (steps + STEPS - 1) / STEPS;
-    int slot = 0, free_slot = 0;
-    u32 parity = 0, ready = 0;
-    float acc[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) acc[i] = 0.0f;
-    wgmma_fix<N>(acc);
-    for (int s = 0; s < stages; s++) {
-        if (!ready) bar_wait(g.full + slot * 8, parity);
-        u32 w = chunks_start(g.base + slot * g.bytes + g.x_bytes, w_pitch);
-        u32 x = lines_start(g.base + slot * g.bytes);
-        if (++slot == g.depth) slot = 0, parity ^= 1;
-        const bool release = tells && s >= 2 && s - 2 + g.depth < all_stages;
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            wgmma<N>(acc, lines_operand(x), chunks_operand(w));
-            w += w_pitch * 2, x += i % 4 == 3 ? x_turn : 2;
-            if (i == 1) bar_arrive_if(target + free_slot * 8, release);
-            if (i == STEPS - 3) ready = bar_test(g.full + slot * 8, parity);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (s >= 2 && ++free_slot == g.depth) free_slot = 0;
-    }
-    if (stages < all_stages) {
-        bar_wait(g.full + slot * 8, parity);
-        u32 w = chunks_start(g.base + slot * g.bytes + g.x_bytes, w_pitch);
-        u32 x = lines_start(g.base + slot * g.bytes);
-        for (int i = stages * STEPS; i < steps; i++) {
-            wgmma_begin();
-            wgmma<N>(acc, lines_operand(x), chunks_operand(w));
-            w += w_pitch * 2, x += i % 4 == 3 ? x_turn : 2;
-            wgmma_commit();
-            wgmma_wait<0>();
-        }
-    }
-    wgmma_wait<0>();
-    wgmma_fix<N>(acc);
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) out[i] = bf16_pack(acc[2 * i], acc[2 * i + 1]);
 }
 
 // Two columns' outputs.

@@ -4,6 +4,8 @@
 
 #define WARPGROUP 128
 #define COPIERS 96
+// The mma kernel is as fast up to one of its tiles of rows.
+#define EXACT_ROWS 16
 
 // The sizes below restate prefill_tile.cuh's prefill_shape.
 #define STAGE(groups, n) ((64 * (groups) + (n)) * 128 + 1024)
@@ -100,23 +102,21 @@ static double larger(double a, double b) {
     return a > b ? a : b;
 }
 
-static int family_pays(
-    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input,
-    const ctxkv_prefill_choice *choice) {
-    const double n = 2.0 * (double)(layers * heads * ctxkv__prefill_head_dim(input));
-    const double t = (double)rows;
-    const double gemm =
-        larger(8.5 + n * (double)columns * 2 / 4.5e6, 6 + 2 * t * n * (double)columns / 800e6);
-    const double store = larger(1.7, t * n * 1.3e-6);
-    return choice->us < gemm + store;
+// Rows from which the one launch beats cuBLAS and the store, by all columns N and by K = D: that is
+// by the bytes of kv it saves beside the waves of tiles it may leave unfilled (docs/op/prefill.md).
+static int64_t family_rows(int64_t n) {
+    return n >= 5120 ? 2048 : 8192;
 }
 
 int ctxkv__prefill_pays(
-    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input) {
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input,
+    ctxkv_prefill_other other) {
     ctxkv_prefill_choice choice = {0};
     if (!ctxkv__prefill_choose(rows, columns, layers, heads, 132, input, &choice)) return 0;
+    if (other == CTXKV_PREFILL_OR_EXACT) return rows > EXACT_ROWS;
+    if (other == CTXKV_PREFILL_OR_WINDOWS) return 1;
     if (input >= CTXKV_PREFILL_RMS64)
-        return family_pays(rows, columns, layers, heads, input, &choice);
+        return rows >= family_rows(2 * layers * heads * ctxkv__prefill_head_dim(input));
     if (heads > 8) return 0; // level with cuBLAS at best
     // Fits to measured times of the pre-kernel and of the three steps it replaces, in microseconds.
     const double t = (double)rows, l = (double)layers, h = (double)heads;

@@ -47,10 +47,17 @@ int ctxkv__prefill_choose(
     int64_t rows, int64_t columns, int64_t layers, int64_t heads, int sms,
     ctxkv_prefill_input input, ctxkv_prefill_choice *choice);
 
-// 1 where pre-kernel + prefill kernel (SPEC 5's family: prefill kernel) was measured faster on an
-// H200 than norms, cuBLAS and store (there: cuBLAS and store).
+// How norms, projection and store would project instead.
+typedef enum {
+    CTXKV_PREFILL_OR_EXACT,  // the mma kernel
+    CTXKV_PREFILL_OR_CUBLAS, // one call
+    CTXKV_PREFILL_OR_WINDOWS // cuBLAS, several overlapping windows of rows
+} ctxkv_prefill_other;
+
+// 1 where this way was measured faster on an H200 than the three steps.
 int ctxkv__prefill_pays(
-    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input);
+    int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input,
+    ctxkv_prefill_other other);
 
 // K blocks of a row of `columns` columns, as the kernels want them.
 int ctxkv__prefill_k_blocks(int64_t columns);

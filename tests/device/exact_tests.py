@@ -13,12 +13,10 @@ import time
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import device_tests as T_  # noqa: E402
 import lib as Q  # noqa: E402
+from operands import CPU, GPU, PAGE, D, Muse  # noqa: E402
+from runner import main, test  # noqa: E402
 
-D, PAGE = T_.D, T_.PAGE
-T_.TESTS.clear()
-test, Muse, GPU, CPU = T_.test, T_.Muse, T_.GPU, T_.CPU
 SIZES = [*range(1, 81), 96, 128, 130, 255, 256, 257, 1000, 1024, 4096, 16384]
 
 
@@ -213,4 +211,4 @@ def slow_producers_are_waited_for():
 
 
 if __name__ == "__main__":
-    sys.exit(T_.main(T_.TESTS))
+    sys.exit(main())

@@ -11,15 +11,10 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import lib as Q  # noqa: E402
-from device_tests import CPU, GPU, bf16, hostile, main, pick  # noqa: E402
+from operands import CPU, GPU, bf16, hostile, pick  # noqa: E402
+from runner import main, test  # noqa: E402
 
-TESTS = []
 CACHES = {0: torch.bfloat16, 1: torch.float16, 2: torch.uint8, 3: torch.uint8}
-
-
-def test(f):
-    TESTS.append(f)
-    return f
 
 
 def equal(a, b):
@@ -217,4 +212,4 @@ def chains_with_options_equal_the_cpu():
 
 
 if __name__ == "__main__":
-    sys.exit(main(TESTS))
+    sys.exit(main())

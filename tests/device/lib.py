@@ -284,15 +284,23 @@ def run_chain(plan, x, positions, slots):
               I64(len(slots)), VP(current_stream()))
 
 
-def chain_call(x, positions, slots):
+def shared_workspace(plans):
+    """Memory for any of the plans, run one after the other: as one chain has it, or torch's
+    allocator gives it to the peers."""
+    sizes = [p.library.lib.ctxkv_chain_workspace_size(p.handle) for p in plans]
+    return torch.empty(max(sizes), dtype=torch.uint8, device="cuda")
+
+
+def chain_call(x, positions, slots, workspace=None):
     """The raw form, filled once, for timing."""
     c = ChainCall()
+    c.workspace = workspace.data_ptr() if workspace is not None else None
     addresses = (VP * len(slots))(*[s.data_ptr() for s in slots])
     rows = (I64 * len(slots))(*[s.shape[0] for s in slots])
     c.size, c.x, c.x_row_stride, c.rows = C.sizeof(c), x.data_ptr(), x.stride(0), x.shape[0]
     c.positions = positions.data_ptr() if positions is not None else None
     c.slots, c.slot_rows, c.slot_count = addresses, rows, len(slots)
-    c.keep = (x, positions, slots, addresses, rows)
+    c.keep = (x, positions, slots, addresses, rows, workspace)
     return c
 
 

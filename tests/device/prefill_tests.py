@@ -11,16 +11,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import lib as Q  # noqa: E402
-from device_tests import CPU, GPU, Guarded, bf16, hostile, main, pick, same  # noqa: E402
+from operands import CPU, GPU, Guarded, bf16, hostile, pick, same  # noqa: E402
+from runner import main, test  # noqa: E402
 
-TESTS = []
 os.environ["CTXKV_CHAIN_WAYS"] = "prefill-always"
 PAGE = 16
-
-
-def test(f):
-    TESTS.append(f)
-    return f
 
 
 class Family:
@@ -129,4 +124,4 @@ def a_row_does_not_depend_on_the_rest():
 
 
 if __name__ == "__main__":
-    sys.exit(main(TESTS))
+    sys.exit(main())

@@ -9,30 +9,22 @@ import importlib.util
 import os
 import sys
 import time
-import traceback
 
 import torch
 
 import ctxkv
 from ctxkv import ContextKV, ContextKvStore, ContextNorms, Norm, compile_context_kv_store
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from runner import NotRun, main, test  # noqa: E402
+
 BF16 = torch.bfloat16
 L, D, BLOCKS = 5, 8192, 80
-TESTS = []
-
-
-def test(f):
-    TESTS.append(f)
-    return f
 
 
 def same(a, b):
     return all(torch.equal(x.cpu().view(torch.int16), y.cpu().view(torch.int16))
                for x, y in zip(a, b, strict=True))
-
-
-class NotRun(Exception):
-    pass
 
 
 class Draft:
@@ -262,27 +254,6 @@ def compiled_with_torch():
     assert same(caches, draft.expected()) and chain._other is None
 
 
-def main():
-    wanted = sys.argv[1:]
-    passed = failed = 0
-    print(torch.cuda.get_device_name(), os.environ.get("CTXKV_LIBRARY", "installed"))
-    for f in TESTS:
-        if wanted and f.__name__ not in wanted:
-            continue
-        start = time.perf_counter()
-        try:
-            f()
-            passed += 1
-            print(f"ok   {f.__name__} {time.perf_counter() - start:.1f} s", flush=True)
-        except NotRun as why:
-            print(f"NOT RUN {f.__name__}: {why}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAIL {f.__name__}", flush=True)
-            traceback.print_exc(file=sys.stdout)
-    print(f"{passed} passed, {failed} failed")
-    return int(failed > 0 or passed == 0)
-
-
 if __name__ == "__main__":
+    print(torch.cuda.get_device_name(), os.environ.get("CTXKV_LIBRARY", "installed"))
     sys.exit(main())

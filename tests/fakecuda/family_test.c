@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the Qwen3 family's options become on a CUDA device, against the fake driver; and the integer
 // conversions of GPUs without FP8 instructions.
+#define _POSIX_C_SOURCE 200809L
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -16,7 +17,7 @@
 #include "cuda/store_general.h"
 #include "fake.h"
 
-enum { D = 4096, LAYERS = 2, HEADS = 3, HEAD = 128, ROWS = 5 };
+enum { D = 4096, LAYERS = 2, HEADS = 3, HEAD = 128, ROWS = 5, FIVE = 5 };
 
 static uint16_t source[LAYERS * ROWS * HEADS * HEAD], x[ROWS * D];
 static uint16_t weights[LAYERS * HEADS * HEAD * D], k_weight[LAYERS * HEAD];
@@ -181,7 +182,7 @@ static void measured_batches_are_windows(void **state) {
     } cases[] = {{63, 0, 0},       {64, 1, 64},       {65, 2, 64},
                  {128, 1, 128},    {1000, 2, 512},    {4096, 1, 4096},
                  {12289, 4, 4096}, {16384, 1, 16384}, {32769, 3, 16384}};
-    enum { FIVE = 5, COLUMNS = 256 };
+    enum { COLUMNS = 256 };
     // Nothing is read there; more rows than there is memory for lie apart.
     void *far_x = (void *)(uintptr_t)0x100000000000, *far_kv = (void *)(uintptr_t)0x200000000000;
     struct box b[3];
@@ -210,6 +211,73 @@ static void measured_batches_are_windows(void **state) {
     ctxkv_projection_destroy(projection);
 }
 
+// A chain of the family at real shapes: cuBLAS where it was measured faster, else the prefill
+// kernels, and these wherever rows or shape are not ones at which cuBLAS is known to be exact.
+static void many_rows_by_the_faster_way(void **state) {
+    static const struct {
+        int64_t heads, hidden, rows;
+        int gemms; // 0: the prefill kernels
+    } cases[] = {
+        {1, 4096, 96, 0},   {1, 4096, 128, 1},  {1, 4096, 129, 0},   {1, 4096, 4096, 1},
+        {1, 4096, 5000, 0}, {1, 4096, 8192, 0}, {1, 4096, 16384, 0}, {8, 4096, 65, 1},
+        {8, 4096, 1024, 1}, {8, 4096, 2048, 0}, {8, 2560, 16384, 0}, {2, 1024, 65, 0},
+        {8, 2304, 130, 0},
+    };
+    // Nothing is read there.
+    char *far = (char *)(uintptr_t)0x100000000000;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct box b[24];
+        ctxkv_norms_desc n;
+        ctxkv_projection_desc p;
+        ctxkv_store_desc s;
+        ctxkv_chain_desc c;
+        ctxkv_chain *chain;
+        ctxkv_norms_desc_init(&n);
+        ctxkv_projection_desc_init(&p);
+        ctxkv_store_desc_init(&s);
+        ctxkv_chain_desc_init(&c);
+        const int64_t H = cases[i].heads, T = cases[i].rows, hidden_size = cases[i].hidden;
+        n.hidden_size = p.hidden_size = hidden_size;
+        n.num_layers = p.num_layers = s.num_layers = FIVE;
+        p.num_kv_heads = s.num_kv_heads = H;
+        p.head_dim = s.head_dim = HEAD;
+        n.hidden.kind = CTXKV_NORM_RMS;
+        n.layer.kind = CTXKV_NORM_ABSENT;
+        n.hidden_weight = gpu_tensor(&b[0], x, bf16, 1, hidden_size, 0, 0, 0);
+        s.k_norm = CTXKV_K_NORM_RMS;
+        s.k_norm_weight = gpu_tensor(&b[1], five, bf16, 2, FIVE, HEAD, 0, 0);
+        s.rope = CTXKV_ROPE_NEOX;
+        s.cos_sin = gpu_tensor(&b[2], table, bf16, 2, 9, HEAD, 0, 0);
+        const DLTensor *w = gpu_tensor(&b[3], far, bf16, 3, FIVE, 2 * H * HEAD, hidden_size, 0);
+        p.weights = &w;
+        p.weight_count = 1;
+        c.norms = &n;
+        c.projection = &p;
+        c.store = &s;
+        c.max_rows = T;
+        setenv("CTXKV_CHAIN_WAYS", "prefill", 1);
+        assert_int_equal(ctxkv_chain_create(*state, &c, &chain), CTXKV_OK);
+        unsetenv("CTXKV_CHAIN_WAYS");
+        const DLTensor *keys[FIVE], *values[FIVE];
+        for (int l = 0; l < FIVE; l++) {
+            keys[l] = gpu_tensor(&b[4 + l], far, bf16, 4, 2000, 16, H, HEAD);
+            values[l] = gpu_tensor(&b[9 + l], far, bf16, 4, 2000, 16, H, HEAD);
+        }
+        assert_int_equal(ctxkv_chain_bind_caches(chain, keys, values, FIVE), CTXKV_OK);
+        fake.gemms = fake.launches = 0;
+        const DLTensor *to = gpu_tensor(&b[14], far, i64, 1, T, 0, 0, 0);
+        assert_int_equal(
+            ctxkv_chain_run(
+                chain, gpu_tensor(&b[15], far, bf16, 2, T, hidden_size, 0, 0),
+                gpu_tensor(&b[16], far, i64, 1, T, 0, 0, 0), &to, 1, 0),
+            CTXKV_OK);
+        assert_int_equal(fake.gemms, cases[i].gemms);
+        assert_int_equal(fake.launches, 2);
+        assert_int_equal(strstr(fake.launch[1].kernel, "_rms128") != 0, !cases[i].gemms);
+        ctxkv_chain_destroy(chain);
+    }
+}
+
 // Every BF16 value with noise below it, and the halfway cases of every FP8 value.
 static void narrow_equals_the_truth(void **state) {
     (void)state;
@@ -228,6 +296,7 @@ int main(void) {
         cmocka_unit_test_setup_teardown(a_general_store_arrives, setup, teardown),
         cmocka_unit_test_setup_teardown(few_columns_are_exact, setup, teardown),
         cmocka_unit_test_setup_teardown(measured_batches_are_windows, setup, teardown),
+        cmocka_unit_test_setup_teardown(many_rows_by_the_faster_way, setup, teardown),
         cmocka_unit_test(narrow_equals_the_truth),
     };
     return cmocka_run_group_tests(tests, 0, 0);

@@ -62,11 +62,33 @@ static void shapes(void **state) {
 
 static void pays(void **state) {
     (void)state;
-    assert_true(ctxkv__prefill_pays(16384, 8192, 5, 2, CTXKV_PREFILL_GAINED));
-    assert_true(ctxkv__prefill_pays(4096, 8192, 5, 4, CTXKV_PREFILL_GAINED));
-    assert_false(ctxkv__prefill_pays(65, 8192, 5, 2, CTXKV_PREFILL_GAINED));
-    assert_false(ctxkv__prefill_pays(1024, 8192, 5, 16, CTXKV_PREFILL_GAINED));
-    assert_false(ctxkv__prefill_pays(0, 8192, 5, 2, CTXKV_PREFILL_GAINED));
+    const ctxkv_prefill_input muse = CTXKV_PREFILL_GAINED, qwen = CTXKV_PREFILL_RMS128;
+    const ctxkv_prefill_other exact = CTXKV_PREFILL_OR_EXACT, cublas = CTXKV_PREFILL_OR_CUBLAS,
+                              windows = CTXKV_PREFILL_OR_WINDOWS;
+    static const struct {
+        int64_t rows, columns, layers, heads;
+        ctxkv_prefill_input input;
+        ctxkv_prefill_other other;
+        int pays;
+    } cases[] = {
+        {16384, 8192, 5, 2, muse, cublas, 1},    {4096, 8192, 5, 4, muse, cublas, 1},
+        {65, 8192, 5, 2, muse, cublas, 0},       {1024, 8192, 5, 16, muse, cublas, 0},
+        {0, 8192, 5, 2, muse, cublas, 0},        {65, 8192, 5, 2, muse, exact, 1},
+        {16, 8192, 5, 2, muse, exact, 0},        {17, 8192, 1, 16, muse, exact, 1},
+        {1024, 4096, 5, 8, qwen, cublas, 0},     {2047, 4096, 5, 8, qwen, cublas, 0},
+        {2048, 4096, 5, 8, qwen, cublas, 1},     {16384, 2560, 5, 8, qwen, cublas, 1},
+        {4096, 4096, 5, 1, qwen, cublas, 0},     {8191, 4096, 5, 1, qwen, cublas, 0},
+        {8192, 4096, 5, 1, qwen, cublas, 1},     {16384, 4096, 5, 1, qwen, cublas, 1},
+        {65, 4096, 5, 1, qwen, windows, 1},      {3000, 4096, 5, 1, qwen, windows, 1},
+        {16, 1024, 3, 2, qwen, exact, 0},        {17, 1024, 3, 2, qwen, exact, 1},
+        {INT64_MAX, 4096, 5, 8, qwen, exact, 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        assert_int_equal(
+            ctxkv__prefill_pays(
+                cases[i].rows, cases[i].columns, cases[i].layers, cases[i].heads, cases[i].input,
+                cases[i].other),
+            cases[i].pays);
 }
 
 static void gains(void **state) {
