@@ -2,20 +2,10 @@
 // What the Qwen3 family's options become on a CUDA device, against the fake driver; and the integer
 // conversions of GPUs without FP8 instructions.
 #define _POSIX_C_SOURCE 200809L
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "ctxkv/ctxkv.h"
 #include "cuda/narrow.h"
 #include "cuda/params.h"
 #include "cuda/store_general.h"
-#include "fake.h"
+#include "fixture.h"
 
 enum { D = 4096, LAYERS = 2, HEADS = 3, HEAD = 128, ROWS = 5, FIVE = 5 };
 
@@ -28,42 +18,9 @@ static _Alignas(16) float table[LAYERS][9 * HEAD];
 static float scales[4] = {1, 2, 3, 4};
 static int64_t positions[ROWS], slots[ROWS];
 
-struct box {
-    DLTensor t;
-    int64_t shape[4];
-};
-
-static const DLTensor *gpu_tensor(
-    struct box *b, void *data, DLDataType type, int ndim, int64_t a, int64_t c, int64_t d,
-    int64_t e) {
-    const int64_t shape[] = {a, c, d, e};
-    memcpy(b->shape, shape, sizeof shape);
-    b->t = (DLTensor){data, {kDLCUDA, 0}, ndim, type, b->shape, 0, 0};
-    return &b->t;
-}
-static const DLDataType bf16 = {kDLBfloat, 16, 1}, i64 = {kDLInt, 64, 1}, fp32 = {kDLFloat, 32, 1},
-                        byte = {kDLUInt, 8, 1};
-
-static int setup(void **state) {
-    ctxkv_device *device;
-    fake_reset();
-    ctxkv__driver_use(&fake_driver);
-    ctxkv__cublas_use(&fake_cublas);
-    assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
-    *state = device;
-    return 0;
-}
-static int teardown(void **state) {
-    ctxkv_device_close(*state);
-    bool clean = fake_clean();
-    ctxkv__driver_use(0);
-    ctxkv__cublas_use(0);
-    return clean ? 0 : 1;
-}
-
 // FP8 caches with scales, FP32 tables of their own, V made of K: all of it reaches the kernel.
 static ctxkv_store *general_store(ctxkv_device *device) {
-    struct box b[9];
+    struct tensor b[9];
     ctxkv_store_desc d;
     ctxkv_store *store;
     ctxkv_store_desc_init(&d);
@@ -71,17 +28,17 @@ static ctxkv_store *general_store(ctxkv_device *device) {
     d.num_kv_heads = HEADS;
     d.head_dim = HEAD;
     d.k_norm = CTXKV_K_NORM_RMS;
-    d.k_norm_weight = gpu_tensor(&b[0], k_weight, bf16, 2, LAYERS, HEAD, 0, 0);
+    d.k_norm_weight = tensor_on(&b[0], &gpu, k_weight, BF16, 2, DIMS(LAYERS, HEAD), 0);
     d.rope = CTXKV_ROPE_NEOX;
     const DLTensor *tables[LAYERS] = {
-        gpu_tensor(&b[1], table[0], fp32, 2, 9, 64, 0, 0),
-        gpu_tensor(&b[2], table[1] + 1, fp32, 2, 7, 32, 0, 0)};
+        tensor_on(&b[1], &gpu, table[0], FP32, 2, DIMS(9, 64), 0),
+        tensor_on(&b[2], &gpu, table[1] + 1, FP32, 2, DIMS(7, 32), 0)};
     const DLTensor *k_scales[LAYERS] = {
-        gpu_tensor(&b[3], &scales[0], fp32, 1, 1, 0, 0, 0),
-        gpu_tensor(&b[4], &scales[1], fp32, 1, 1, 0, 0, 0)};
+        tensor_on(&b[3], &gpu, &scales[0], FP32, 1, DIMS(1), 0),
+        tensor_on(&b[4], &gpu, &scales[1], FP32, 1, DIMS(1), 0)};
     const DLTensor *v_scales[LAYERS] = {
-        gpu_tensor(&b[5], &scales[2], fp32, 1, 1, 0, 0, 0),
-        gpu_tensor(&b[6], &scales[3], fp32, 1, 1, 0, 0, 0)};
+        tensor_on(&b[5], &gpu, &scales[2], FP32, 1, DIMS(1), 0),
+        tensor_on(&b[6], &gpu, &scales[3], FP32, 1, DIMS(1), 0)};
     d.layer_cos_sin = tables;
     d.layer_cos_sin_count = LAYERS;
     d.k_scales = k_scales;
@@ -92,27 +49,27 @@ static ctxkv_store *general_store(ctxkv_device *device) {
     d.v_eps = 0.25f;
     d.v_scale = -2.0f;
     d.v_from_k = 1;
-    assert_int_equal(ctxkv_store_create(device, &d, &store), CTXKV_OK);
+    assert_ok(ctxkv_store_create(device, &d, &store));
     return store;
 }
 
 static void a_general_store_arrives(void **state) {
     ctxkv_store *store = general_store(*state);
-    struct box b[8];
+    struct tensor b[8];
     const DLTensor *keys[LAYERS], *values[LAYERS];
     for (int l = 0; l < LAYERS; l++) { // the second layer's caches are a byte off
-        keys[l] = gpu_tensor(&b[l], cache[l][0] + l, byte, 4, 4, 16, HEADS, HEAD);
-        values[l] = gpu_tensor(&b[2 + l], cache[l][1] + l, byte, 4, 4, 16, HEADS, HEAD);
+        keys[l] = tensor_on(&b[l], &gpu, cache[l][0] + l, U8, 4, DIMS(4, 16, HEADS, HEAD), 0);
+        values[l] = tensor_on(&b[2 + l], &gpu, cache[l][1] + l, U8, 4, DIMS(4, 16, HEADS, HEAD), 0);
     }
-    assert_int_equal(ctxkv_store_bind_caches(store, keys, values, LAYERS), CTXKV_OK);
+    assert_ok(ctxkv_store_bind_caches(store, keys, values, LAYERS));
     fake.launches = 0;
-    const DLTensor *k = gpu_tensor(&b[4], source, bf16, 4, LAYERS, ROWS, HEADS, HEAD);
-    const DLTensor *at = gpu_tensor(&b[5], positions, i64, 1, ROWS, 0, 0, 0);
-    const DLTensor *s = gpu_tensor(&b[6], slots, i64, 1, ROWS, 0, 0, 0);
+    const DLTensor *k = tensor_on(&b[4], &gpu, source, BF16, 4, DIMS(LAYERS, ROWS, HEADS, HEAD), 0);
+    const DLTensor *at = tensor_on(&b[5], &gpu, positions, I64, 1, DIMS(ROWS), 0);
+    const DLTensor *s = tensor_on(&b[6], &gpu, slots, I64, 1, DIMS(ROWS), 0);
     assert_int_equal(ctxkv_store_run(store, k, k, at, &s, 1, 0), CTXKV_INVALID_ARGUMENT);
     assert_non_null(strstr(ctxkv_last_error(), "v is given"));
     assert_int_equal(fake.launches, 0);
-    assert_int_equal(ctxkv_store_run(store, k, 0, at, &s, 1, 0), CTXKV_OK);
+    assert_ok(ctxkv_store_run(store, k, 0, at, &s, 1, 0));
     assert_int_equal(fake.launches, 1);
     const struct fake_launch *launch = &fake.launch[0];
     assert_string_equal(launch->kernel, "ctxkv_store_general_128");
@@ -138,30 +95,36 @@ static void a_general_store_arrives(void **state) {
     ctxkv_store_destroy(store);
 }
 
-// One input for all layers and few columns: cuBLAS would split K, so the exact kernel does it.
-static void few_columns_are_exact(void **state) {
-    struct box b[3];
-    ctxkv_projection_desc d;
+// What d says, of heads of HEAD and one weight [layers, columns, D].
+static ctxkv_projection *projection_new(
+    ctxkv_device *device, ctxkv_projection_desc d, const uint16_t *weight, int64_t columns) {
+    struct tensor b;
     ctxkv_projection *projection;
-    ctxkv_projection_desc_init(&d);
+    const DLTensor *w = tensor_on(&b, &gpu, weight, BF16, 3, DIMS(d.num_layers, columns, D), 0);
     d.hidden_size = D;
-    d.num_layers = LAYERS;
-    d.num_kv_heads = HEADS;
     d.head_dim = HEAD;
-    d.k_only = 1;
-    d.bias_add = CTXKV_BIAS_AFTER;
-    const DLTensor *w = gpu_tensor(&b[0], weights, bf16, 3, LAYERS, HEADS * HEAD, D, 0);
     d.weights = &w;
     d.weight_count = 1;
-    assert_int_equal(ctxkv_projection_create(*state, &d, &projection), CTXKV_OK);
-    struct box out;
+    assert_ok(ctxkv_projection_create(device, &d, &projection));
+    return projection;
+}
+
+// One input for all layers and few columns: cuBLAS would split K, so the exact kernel does it.
+static void few_columns_are_exact(void **state) {
+    struct tensor b[2];
+    ctxkv_projection_desc d;
+    ctxkv_projection_desc_init(&d);
+    d.num_layers = LAYERS;
+    d.num_kv_heads = HEADS;
+    d.k_only = 1;
+    d.bias_add = CTXKV_BIAS_AFTER;
+    ctxkv_projection *projection = projection_new(*state, d, weights, HEADS * HEAD);
     const int64_t columns = HEADS * HEAD;
-    int64_t stride[] = {columns, LAYERS * columns, 1};
-    gpu_tensor(&out, kv, bf16, 3, LAYERS, ROWS, columns, 0);
-    out.t.strides = stride;
+    const DLTensor *in = tensor_on(&b[0], &gpu, x, BF16, 3, DIMS(1, ROWS, D), 0);
+    const DLTensor *out = tensor_on(
+        &b[1], &gpu, kv, BF16, 3, DIMS(LAYERS, ROWS, columns), DIMS(columns, LAYERS * columns, 1));
     fake.gemms = fake.launches = 0;
-    const DLTensor *in = gpu_tensor(&b[1], x, bf16, 3, 1, ROWS, D, 0);
-    assert_int_equal(ctxkv_projection_run(projection, in, &out.t, 0), CTXKV_OK);
+    assert_ok(ctxkv_projection_run(projection, in, out, 0));
     assert_int_equal(fake.gemms, 0);
     assert_int_equal(fake.launches, 1);
     ctxkv_projection_params p;
@@ -185,25 +148,20 @@ static void measured_batches_are_windows(void **state) {
     enum { COLUMNS = 256 };
     // Nothing is read there; more rows than there is memory for lie apart.
     void *far_x = (void *)(uintptr_t)0x100000000000, *far_kv = (void *)(uintptr_t)0x200000000000;
-    struct box b[3];
+    struct tensor b[2];
     ctxkv_projection_desc d;
-    ctxkv_projection *projection;
     ctxkv_projection_desc_init(&d);
-    d.hidden_size = D;
     d.num_layers = FIVE;
     d.num_kv_heads = 1;
-    d.head_dim = HEAD;
-    const DLTensor *w = gpu_tensor(&b[0], five, bf16, 3, FIVE, COLUMNS, D, 0);
-    d.weights = &w;
-    d.weight_count = 1;
-    assert_int_equal(ctxkv_projection_create(*state, &d, &projection), CTXKV_OK);
+    ctxkv_projection *projection = projection_new(*state, d, five, COLUMNS);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        int64_t stride[] = {COLUMNS, FIVE * COLUMNS, 1};
-        gpu_tensor(&b[1], far_kv, bf16, 3, FIVE, cases[i].rows, COLUMNS, 0);
-        b[1].t.strides = stride;
+        const int64_t rows = cases[i].rows;
         fake.gemms = fake.gemm_rows = fake.launches = 0;
-        const DLTensor *in = gpu_tensor(&b[2], far_x, bf16, 3, 1, cases[i].rows, D, 0);
-        assert_int_equal(ctxkv_projection_run(projection, in, &b[1].t, 0), CTXKV_OK);
+        const DLTensor *in = tensor_on(&b[0], &gpu, far_x, BF16, 3, DIMS(1, rows, D), 0);
+        const DLTensor *out = tensor_on(
+            &b[1], &gpu, far_kv, BF16, 3, DIMS(FIVE, rows, COLUMNS),
+            DIMS(COLUMNS, FIVE * COLUMNS, 1));
+        assert_ok(ctxkv_projection_run(projection, in, out, 0));
         assert_int_equal(fake.gemms, cases[i].gemms);
         assert_int_equal(fake.gemm_rows, cases[i].each);
         if (cases[i].gemms) assert_int_equal(fake.gemm_batch, FIVE);
@@ -211,8 +169,55 @@ static void measured_batches_are_windows(void **state) {
     ctxkv_projection_destroy(projection);
 }
 
-// A chain of the family at real shapes: cuBLAS where it was measured faster, else the prefill
-// kernels, and these wherever rows or shape are not ones at which cuBLAS is known to be exact.
+// Nothing is read there.
+static char *const far = (char *)(uintptr_t)0x100000000000;
+
+// A chain of the family with its caches, by the ways that CTXKV_CHAIN_WAYS=prefill leaves it.
+static ctxkv_chain *family_chain(
+    ctxkv_device *device, int64_t heads, int64_t hidden_size, int64_t most_rows) {
+    struct tensor b[4], k[FIVE], v[FIVE];
+    ctxkv_norms_desc n;
+    ctxkv_projection_desc p;
+    ctxkv_store_desc s;
+    ctxkv_chain_desc c;
+    ctxkv_chain *chain;
+    ctxkv_norms_desc_init(&n);
+    ctxkv_projection_desc_init(&p);
+    ctxkv_store_desc_init(&s);
+    ctxkv_chain_desc_init(&c);
+    n.hidden_size = p.hidden_size = hidden_size;
+    n.num_layers = p.num_layers = s.num_layers = FIVE;
+    p.num_kv_heads = s.num_kv_heads = heads;
+    p.head_dim = s.head_dim = HEAD;
+    n.hidden.kind = CTXKV_NORM_RMS;
+    n.layer.kind = CTXKV_NORM_ABSENT;
+    n.hidden_weight = tensor_on(&b[0], &gpu, x, BF16, 1, DIMS(hidden_size), 0);
+    s.k_norm = CTXKV_K_NORM_RMS;
+    s.k_norm_weight = tensor_on(&b[1], &gpu, five, BF16, 2, DIMS(FIVE, HEAD), 0);
+    s.rope = CTXKV_ROPE_NEOX;
+    s.cos_sin = tensor_on(&b[2], &gpu, table, BF16, 2, DIMS(9, HEAD), 0);
+    const DLTensor *w =
+        tensor_on(&b[3], &gpu, far, BF16, 3, DIMS(FIVE, 2 * heads * HEAD, hidden_size), 0);
+    p.weights = &w;
+    p.weight_count = 1;
+    c.norms = &n;
+    c.projection = &p;
+    c.store = &s;
+    c.max_rows = most_rows;
+    setenv("CTXKV_CHAIN_WAYS", "prefill", 1);
+    assert_ok(ctxkv_chain_create(device, &c, &chain));
+    unsetenv("CTXKV_CHAIN_WAYS");
+    const DLTensor *keys[FIVE], *values[FIVE];
+    for (int l = 0; l < FIVE; l++) {
+        keys[l] = tensor_on(&k[l], &gpu, far, BF16, 4, DIMS(2000, 16, heads, HEAD), 0);
+        values[l] = tensor_on(&v[l], &gpu, far, BF16, 4, DIMS(2000, 16, heads, HEAD), 0);
+    }
+    assert_ok(ctxkv_chain_bind_caches(chain, keys, values, FIVE));
+    return chain;
+}
+
+// Real shapes: cuBLAS where it was measured faster, else the prefill kernels, and these wherever
+// rows or shape are not ones at which cuBLAS is known to be exact.
 static void many_rows_by_the_faster_way(void **state) {
     static const struct {
         int64_t heads, hidden, rows;
@@ -223,54 +228,15 @@ static void many_rows_by_the_faster_way(void **state) {
         {8, 4096, 1024, 1}, {8, 4096, 2048, 0}, {8, 2560, 16384, 0}, {2, 1024, 65, 0},
         {8, 2304, 130, 0},
     };
-    // Nothing is read there.
-    char *far = (char *)(uintptr_t)0x100000000000;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct box b[24];
-        ctxkv_norms_desc n;
-        ctxkv_projection_desc p;
-        ctxkv_store_desc s;
-        ctxkv_chain_desc c;
-        ctxkv_chain *chain;
-        ctxkv_norms_desc_init(&n);
-        ctxkv_projection_desc_init(&p);
-        ctxkv_store_desc_init(&s);
-        ctxkv_chain_desc_init(&c);
-        const int64_t H = cases[i].heads, T = cases[i].rows, hidden_size = cases[i].hidden;
-        n.hidden_size = p.hidden_size = hidden_size;
-        n.num_layers = p.num_layers = s.num_layers = FIVE;
-        p.num_kv_heads = s.num_kv_heads = H;
-        p.head_dim = s.head_dim = HEAD;
-        n.hidden.kind = CTXKV_NORM_RMS;
-        n.layer.kind = CTXKV_NORM_ABSENT;
-        n.hidden_weight = gpu_tensor(&b[0], x, bf16, 1, hidden_size, 0, 0, 0);
-        s.k_norm = CTXKV_K_NORM_RMS;
-        s.k_norm_weight = gpu_tensor(&b[1], five, bf16, 2, FIVE, HEAD, 0, 0);
-        s.rope = CTXKV_ROPE_NEOX;
-        s.cos_sin = gpu_tensor(&b[2], table, bf16, 2, 9, HEAD, 0, 0);
-        const DLTensor *w = gpu_tensor(&b[3], far, bf16, 3, FIVE, 2 * H * HEAD, hidden_size, 0);
-        p.weights = &w;
-        p.weight_count = 1;
-        c.norms = &n;
-        c.projection = &p;
-        c.store = &s;
-        c.max_rows = T;
-        setenv("CTXKV_CHAIN_WAYS", "prefill", 1);
-        assert_int_equal(ctxkv_chain_create(*state, &c, &chain), CTXKV_OK);
-        unsetenv("CTXKV_CHAIN_WAYS");
-        const DLTensor *keys[FIVE], *values[FIVE];
-        for (int l = 0; l < FIVE; l++) {
-            keys[l] = gpu_tensor(&b[4 + l], far, bf16, 4, 2000, 16, H, HEAD);
-            values[l] = gpu_tensor(&b[9 + l], far, bf16, 4, 2000, 16, H, HEAD);
-        }
-        assert_int_equal(ctxkv_chain_bind_caches(chain, keys, values, FIVE), CTXKV_OK);
+        struct tensor b[3];
+        const int64_t T = cases[i].rows, hidden_size = cases[i].hidden;
+        ctxkv_chain *chain = family_chain(*state, cases[i].heads, hidden_size, T);
         fake.gemms = fake.launches = 0;
-        const DLTensor *to = gpu_tensor(&b[14], far, i64, 1, T, 0, 0, 0);
-        assert_int_equal(
-            ctxkv_chain_run(
-                chain, gpu_tensor(&b[15], far, bf16, 2, T, hidden_size, 0, 0),
-                gpu_tensor(&b[16], far, i64, 1, T, 0, 0, 0), &to, 1, 0),
-            CTXKV_OK);
+        const DLTensor *to = tensor_on(&b[0], &gpu, far, I64, 1, DIMS(T), 0);
+        assert_ok(ctxkv_chain_run(
+            chain, tensor_on(&b[1], &gpu, far, BF16, 2, DIMS(T, hidden_size), 0),
+            tensor_on(&b[2], &gpu, far, I64, 1, DIMS(T), 0), &to, 1, 0));
         assert_int_equal(fake.gemms, cases[i].gemms);
         assert_int_equal(fake.launches, 2);
         assert_int_equal(strstr(fake.launch[1].kernel, "_rms128") != 0, !cases[i].gemms);
@@ -293,10 +259,8 @@ static void narrow_equals_the_truth(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(a_general_store_arrives, setup, teardown),
-        cmocka_unit_test_setup_teardown(few_columns_are_exact, setup, teardown),
-        cmocka_unit_test_setup_teardown(measured_batches_are_windows, setup, teardown),
-        cmocka_unit_test_setup_teardown(many_rows_by_the_faster_way, setup, teardown),
+        OPEN_TEST(a_general_store_arrives),        OPEN_TEST(few_columns_are_exact),
+        OPEN_TEST(measured_batches_are_windows),   OPEN_TEST(many_rows_by_the_faster_way),
         cmocka_unit_test(narrow_equals_the_truth),
     };
     return cmocka_run_group_tests(tests, 0, 0);

@@ -1,56 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Projections alone on a CUDA device, against the fake driver.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "ctxkv/ctxkv.h"
 #include "cuda/decode_params.h"
-#include "fake.h"
-
-enum { D = 8192, LAYERS = 2, HEADS = 2, COLUMNS = 2 * HEADS * 64 };
-
-static uint16_t weights[LAYERS * COLUMNS * D];
-
-struct box {
-    DLTensor t;
-    int64_t shape[3];
-};
-
-static const DLTensor *gpu_tensor(
-    struct box *b, void *data, int64_t layers, int64_t rows, int64_t columns) {
-    static const DLDataType bf16 = {kDLBfloat, 16, 1};
-    memcpy(b->shape, (int64_t[]){layers, rows, columns}, sizeof b->shape);
-    b->t = (DLTensor){data, {kDLCUDA, 0}, 3, bf16, b->shape, 0, 0};
-    return &b->t;
-}
-
-static int setup(void **state) {
-    (void)state;
-    fake_reset();
-    ctxkv__driver_use(&fake_driver);
-    ctxkv__cublas_use(&fake_cublas);
-    return 0;
-}
-static int teardown(void **state) {
-    (void)state;
-    bool clean = fake_clean();
-    ctxkv__driver_use(0);
-    ctxkv__cublas_use(0);
-    return clean ? 0 : 1;
-}
+#include "small_chain.h"
 
 static ctxkv_status make_projection(
     ctxkv_device *device, ctxkv_projection_mode mode, ctxkv_projection **projection) {
-    struct box b;
+    struct tensor b;
     ctxkv_projection_desc d;
     ctxkv_projection_desc_init(&d);
-    const DLTensor *w = gpu_tensor(&b, weights, LAYERS, COLUMNS, D);
+    const DLTensor *w = tensor_on(&b, &gpu, weights, BF16, 3, DIMS(LAYERS, COLUMNS, D), 0);
     d.num_layers = LAYERS;
     d.num_kv_heads = HEADS;
     d.weights = &w;
@@ -60,27 +18,24 @@ static ctxkv_status make_projection(
 }
 
 static ctxkv_status project(ctxkv_projection *projection, int64_t rows, uint16_t *to) {
-    struct box b[2];
+    struct tensor b[2];
     fake.launches = 0;
     fake.gemms = 0;
     return ctxkv_projection_run(
-        projection, gpu_tensor(&b[0], weights, LAYERS, rows, D),
-        gpu_tensor(&b[1], to, LAYERS, rows, COLUMNS), 0);
+        projection, tensor_on(&b[0], &gpu, weights, BF16, 3, DIMS(LAYERS, rows, D), 0),
+        tensor_on(&b[1], &gpu, to, BF16, 3, DIMS(LAYERS, rows, COLUMNS), 0), 0);
 }
 
 // A projection alone: packed n, then the decode kernel that writes kv; more rows otherwise.
 static void projections_alone(void **state) {
-    (void)state;
     static uint16_t kv[LAYERS * 65 * COLUMNS];
-    ctxkv_device *device;
     ctxkv_projection *exact, *automatic;
-    assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
-    assert_int_equal(make_projection(device, CTXKV_PROJECTION_EXACT, &exact), CTXKV_OK);
-    assert_int_equal(make_projection(device, CTXKV_PROJECTION_AUTO, &automatic), CTXKV_OK);
+    assert_ok(make_projection(*state, CTXKV_PROJECTION_EXACT, &exact));
+    assert_ok(make_projection(*state, CTXKV_PROJECTION_AUTO, &automatic));
     long before = fake.slow_calls;
-    assert_int_equal(project(exact, 5, kv), CTXKV_OK);
+    assert_ok(project(exact, 5, kv));
     assert_string_equal(fake.launch[0].kernel, "ctxkv_projection_16");
-    assert_int_equal(project(automatic, 16, kv), CTXKV_OK);
+    assert_ok(project(automatic, 16, kv));
     assert_int_equal(fake.gemms, 0);
     assert_int_equal(fake.launches, 2);
     assert_string_equal(fake.launch[0].kernel, "ctxkv_decode_pack_rows");
@@ -98,12 +53,11 @@ static void projections_alone(void **state) {
     assert_int_equal(d.kv_layer, 16 * COLUMNS);
     assert_int_equal(d.kv_row, COLUMNS);
     assert_int_equal(d.flags, CTXKV_DECODE_KV);
-    assert_int_equal(project(automatic, 17, kv), CTXKV_OK);
+    assert_ok(project(automatic, 17, kv));
     assert_int_equal(fake.gemms, 1);
     assert_int_equal(fake.slow_calls, before);
     ctxkv_projection_destroy(exact);
     ctxkv_projection_destroy(automatic);
-    ctxkv_device_close(device);
 }
 
 // Each call of making a projection fails in turn; without memory for the packed weights it is
@@ -117,7 +71,7 @@ static void projection_calls_fail(void **state) {
             ctxkv_device *device;
             ctxkv_projection *projection = 0;
             fake_reset();
-            assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
+            assert_ok(ctxkv_device_open("cuda:0", 0, &device));
             long first = fake.calls;
             fake.fail_at = first + n;
             fake.fail_with = errors[e];
@@ -135,21 +89,17 @@ static void projection_calls_fail(void **state) {
 
 // A missing cuBLAS costs a CUBLAS plan its existence.
 static void cublas_is_refused_by_name(void **state) {
-    (void)state;
-    ctxkv_device *device;
     ctxkv_projection *projection;
     fake.cublas_fail_with = 1;
-    assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
-    assert_int_equal(make_projection(device, CTXKV_PROJECTION_CUBLAS, &projection), CTXKV_DRIVER);
+    assert_int_equal(make_projection(*state, CTXKV_PROJECTION_CUBLAS, &projection), CTXKV_DRIVER);
     assert_non_null(strstr(ctxkv_last_error(), "cuBLAS"));
-    ctxkv_device_close(device);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(projections_alone, setup, teardown),
-        cmocka_unit_test_setup_teardown(projection_calls_fail, setup, teardown),
-        cmocka_unit_test_setup_teardown(cublas_is_refused_by_name, setup, teardown),
+        OPEN_TEST(projections_alone),
+        FAKE_TEST(projection_calls_fail),
+        OPEN_TEST(cublas_is_refused_by_name),
     };
     return cmocka_run_group_tests(tests, 0, 0);
 }

@@ -1,31 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUDA graphs of ctxkv bench against the fake driver: what is recorded, every failing call, leaks.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#include <cmocka.h>
-
 #include "cuda/params.h"
 #include "device/replay.h"
-#include "fake.h"
+#include "fixture.h"
 
 static uint8_t from[4096], to[4096];
-
-static int setup(void **state) {
-    (void)state;
-    fake_reset();
-    ctxkv__driver_use(&fake_driver);
-    return 0;
-}
-static int teardown(void **state) {
-    (void)state;
-    bool clean = fake_clean();
-    ctxkv__driver_use(0);
-    return clean ? 0 : 1;
-}
 
 // Three launches, recorded and replayed twice.
 static ctxkv_status whole(double *seconds) {
@@ -54,7 +33,7 @@ static ctxkv_status whole(double *seconds) {
 static void records_and_replays(void **state) {
     (void)state;
     double seconds = 0;
-    assert_int_equal(whole(&seconds), CTXKV_OK);
+    assert_ok(whole(&seconds));
     assert_int_equal(fake.launches, 3);
     assert_true(seconds > 2.99e-3 && seconds < 3.01e-3);
     static const char *const names[] = {
@@ -96,9 +75,9 @@ static void given_up(void **state) {
     ctxkv_device *device;
     ctxkv_replay *replay;
     void *stream;
-    assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
+    assert_ok(ctxkv_device_open("cuda:0", 0, &device));
     const ctxkv_replay_ops *ops = ctxkv_device_replay(device);
-    assert_int_equal(ops->begin(device, &replay, &stream), CTXKV_OK);
+    assert_ok(ops->begin(device, &replay, &stream));
     assert_non_null(fake.recording);
     ops->free(replay);
     assert_null(fake.recording);
@@ -108,22 +87,22 @@ static void given_up(void **state) {
     struct ctxkv__driver old = fake_driver;
     old.cuGraphLaunch = 0;
     ctxkv__driver_use(&old);
-    assert_int_equal(ctxkv_device_open("cuda:0", 0, &device), CTXKV_OK);
+    assert_ok(ctxkv_device_open("cuda:0", 0, &device));
     assert_int_equal(
         ctxkv_device_replay(device)->begin(device, &replay, &stream), CTXKV_UNSUPPORTED);
     assert_non_null(strstr(ctxkv_last_error(), "cannot record"));
     assert_null(replay);
     ctxkv_device_close(device);
-    assert_int_equal(ctxkv_device_open("cpu", 0, &device), CTXKV_OK);
+    assert_ok(ctxkv_device_open("cpu", 0, &device));
     assert_null(ctxkv_device_replay(device));
     ctxkv_device_close(device);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(records_and_replays, setup, teardown),
-        cmocka_unit_test_setup_teardown(every_call_fails, setup, teardown),
-        cmocka_unit_test_setup_teardown(given_up, setup, teardown),
+        FAKE_TEST(records_and_replays),
+        FAKE_TEST(every_call_fails),
+        FAKE_TEST(given_up),
     };
     return cmocka_run_group_tests(tests, 0, 0);
 }
