@@ -252,12 +252,8 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
         if (warp == 5 && lane == 0) {
             const i64 batch = o.layer * p.x_layer + (i64)o.batch * p.chunks * p.batch_rows;
             const feed x = {
-                (const char *)p.x + batch * 16,
-                0,
-                p.batch_rows * 16,
-                p.shares_x ? o.in_tiles : 0,
-                x_tiles,
-                ((1u << ct) - 1) << (o.in_batches * ct)};
+                (const char *)p.x + batch * 16, 0,       p.batch_rows * 16,
+                p.shares_x ? o.in_tiles : 0,    x_tiles, ((1u << ct) - 1) << (o.in_batches * ct)};
             ring_fill(g, x, p.chunks, 0, 1 << 30);
         }
         if (warp >= 6 && !to_kv) {
@@ -292,8 +288,7 @@ extern "C" __global__ void __launch_bounds__(256)
                          : tile * p.tile_rows + in_tile - min(tile + 1, p.k_tiles) * p.k_columns;
     uint4 w = make_uint4(0, 0, 0, 0);
     if (row < p.half && chunk < p.data_chunks) {
-        const u16 *src =
-            is_k ? (const u16 *)p.k + row * p.k_row : (const u16 *)p.v + row * p.v_row;
+        const u16 *src = is_k ? (const u16 *)p.k + row * p.k_row : (const u16 *)p.v + row * p.v_row;
         src += chunk * 8;
         w = p.by2 ? load16_by2(src) : load16(src);
     }

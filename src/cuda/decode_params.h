@@ -54,14 +54,14 @@ typedef struct {
     long long k_block, k_page, k_head, v_block, v_page, v_head;
 } ctxkv_decode_layer;
 
-// The columns of a layer's tiles: the first k_tiles begin with k_columns columns of K, a head's next
-// to each other (head_dim/k_columns tiles a head), and go on with columns of V; the rest are V's.
-// A cluster is cluster_tiles weight tiles by cluster_batches batch tiles of one layer, and holds
-// whole heads.
+// The columns of a layer's tiles: the first k_tiles begin with k_columns columns of K, a head's
+// next to each other (head_dim/k_columns tiles a head), and go on with columns of V; the rest are
+// V's. A cluster is cluster_tiles weight tiles by cluster_batches batch tiles of one layer, and
+// holds whole heads.
 typedef struct {
-    const void *x;      // packed n: BF16 [layer][batch tile][D/64][batch_rows][64], swizzled
-    const void *w;      // packed weights: BF16 [layer][tile][chunks][tile_rows][8]
-    void *kv;           // BF16: the output (CTXKV_DECODE_KV)
+    const void *x; // packed n: BF16 [layer][batch tile][D/64][batch_rows][64], swizzled
+    const void *w; // packed weights: BF16 [layer][tile][chunks][tile_rows][8]
+    void *kv;      // BF16: the output (CTXKV_DECODE_KV)
     const long long *positions;
     const void *cos_sin; // BF16 [max_position, head_dim]
     ctxkv_fault_record *faults;
@@ -75,8 +75,8 @@ typedef struct {
     int tile_rows, tiles, batch_rows, batch_tiles;
     int k_tiles, k_columns; // multiples of head_dim/k_columns and of 8
     int cluster_tiles, cluster_batches;
-    int shares_x; // the tiles of a cluster fetch x together
-    int k_room;   // where in dynamic shared memory the outputs of K are put together
+    int shares_x;    // the tiles of a cluster fetch x together
+    int k_room;      // where in dynamic shared memory the outputs of K are put together
     int stages;      // slots of the ring in shared memory, >= 3 unless all of K fits
     int w_first;     // stages of weights asked for before x, <= stages
     int first_layer; // of layer[0], for the fault record

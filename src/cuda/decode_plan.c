@@ -176,7 +176,8 @@ static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_c
             const size_t pad = CTXKV_DECODE_SHARED_PAD + (weights < 7168 ? 7168 - weights : 0);
             // A head in one tile is put together where the ring was.
             const bool alone = c->packing.k_columns == s->head_dim;
-            const size_t room = alone ? 0 : (size_t)c->batch_rows * (size_t)c->packing.k_columns * 2;
+            const size_t room =
+                alone ? 0 : (size_t)c->batch_rows * (size_t)c->packing.k_columns * 2;
             const int fit = (int)((s->shared_memory - SHARED_STATIC - pad - room) / stage);
             const int want = 8;
             if (fit < all && fit < (i == 0 && kernels[k].steps[1] ? 5 : WAVE_STAGES)) continue;

@@ -127,8 +127,7 @@ static void cuts(void **state) {
                         check_cut(&s, rows);
                         if (rows > 1) continue;
                         struct ctxkv__decode_packing p[2];
-                        for (int i = ctxkv__decode_packings(&s, p); i--;)
-                            check_columns(&s, &p[i]);
+                        for (int i = ctxkv__decode_packings(&s, p); i--;) check_columns(&s, &p[i]);
                     }
 }
 
