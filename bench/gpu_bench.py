@@ -9,89 +9,15 @@ microseconds; inputs, weights and outputs rotate past the L2 cache; L = 5, D = 8
 chain keeps between its launches lies where it lay before, with every peer: ours are given one
 workspace, theirs come from torch's allocator, which hands out the block just freed.
 """
-import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
-import time
 
 import torch
 
+from gpu_run import Run, measure, options
 from host_times import host_times
 
-ROWS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
 L, D, EPS = 5, 8192, 1e-5
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def measure(call, sets, count, replays=9):
-    """[median, p10, p90] of one call, from replays of a graph of `count` calls over the sets."""
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for i in range(min(sets, 2)):
-            call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(i % sets)
-    times = []
-    for r in range(replays + 2):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        if r >= 2:
-            times.append(a.elapsed_time(b) * 1000 / count)
-    times.sort()
-    n = len(times)
-    return [times[n // 2], times[n // 10], times[(9 * n) // 10]]
-
-
-# The most seen on an H200: a plain read (bytes a second) and a large product (operations a second).
-BYTES_PER_S, OPERATIONS_PER_S = 4.3e12, 800e12
-
-
-def measured_limits(tool):
-    """Read and copy bandwidth (bytes a second) and BF16 operations a second by kernels made for
-    that (ctxkv bench), and what the floor is then said to be; None without the tool."""
-    if not tool or not os.path.exists(tool):
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "limits.json")
-        command = [tool, "bench", "--device", "cuda:0", "--heads", "1", "--layers", "1", "--rows",
-                   "1", "--seconds", "0.2", "--no-check", "--projection", "exact", "--json", out]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL)
-        if done.returncode:
-            return None
-        with open(out) as f:
-            data = json.load(f)
-    return data["read_gb_s"] * 1e9, data["copy_gb_s"] * 1e9, data["gmac_s"] * 2e9
-
-
-def smi(fields):
-    """The card's own words for these fields, or None."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, check=True, text=True,
-                              stdout=subprocess.PIPE).stdout.splitlines()[0].strip()
-    except (OSError, IndexError, subprocess.CalledProcessError):
-        return None
-
-
-def limits():
-    """Bandwidth of a memcpy node (read + written bytes a second) and BF16 rate of this card, now."""
-    a = torch.randn(8192, 8192, device="cuda").bfloat16()
-    for _ in range(60):
-        a @ a
-    rate = 2 * 8192**3 / (measure(lambda i: a @ a, 1, 5)[0] * 1e-6)
-    b = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    c = torch.empty_like(b)
-    return 2 * b.numel() / (measure(lambda i: c.copy_(b), 1, 5)[0] * 1e-6), rate
 
 
 class Operands:
@@ -195,19 +121,13 @@ def same_bits(o, run, seed):
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(*found))
 
 
-def ratios(op, H, T, us):
-    peer = us.get("seed", us.get("cublas")) if "ctxkv" in us else None
-    text = " ".join(f"{k} {v:.2f}" for k, v in us.items())
-    return f"ratios {op} H={H} T={T}: {text}" + (f" = {us['ctxkv'] / peer:.3f} of the peer" if peer else "")
-
-
-def one_size(Q, P, device, o, weights, floors_of, limit, result):
-    """Measures all ops of one size into result; returns how many of our chains have other bits."""
-    mine, plans = ours(Q, device, o, *weights)
-    others = peers(P, o, *weights) if P else {}
+def one_size(run, o, weights):
+    """Measures all ops of one size; returns how many of our chains have other bits."""
+    mine, plans = ours(run.Q, run.device, o, *weights)
+    others = peers(run.peers, o, *weights) if run.peers else {}
     others["cublas"] = dict(projection=lambda i: torch.bmm(o.normed[i], o.w[i].transpose(1, 2)))
-    floor, wrong = floors_of(o, *limit), []
-    if P:
+    floor, wrong = floors(o, *run.limit), []
+    if run.peers:
         wrong = [k for k in ("chain", "parts") if not same_bits(o, mine[k], others["seed"]["chain"])]
         for k in wrong:
             print(f"DIFFERS: {k} H={o.H} T={o.T}", flush=True)
@@ -221,79 +141,24 @@ def one_size(Q, P, device, o, weights, floors_of, limit, result):
         for name, table_of in others.items():
             if op in table_of:
                 full[name] = measure(table_of[op], o.sets, count)
-        us = {k: round(v[0], 3) for k, v in full.items()}
-        us["floor"] = round(floor[op], 3)
-        spread = {k: [round(v[1], 3), round(v[2], 3)] for k, v in full.items()}
-        result["rows"].append(dict(op=op, heads=o.H, rows=o.T, us=us, spread=spread))
-        print(ratios(op, o.H, o.T, us), flush=True)
+        run.row(full, floor[op], f"{op} H={o.H} T={o.T}", op=op, heads=o.H, rows=o.T)
     for plan in plans:
         plan.close()
     return len(wrong)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--library", required=True)
-    p.add_argument("--peers")
-    p.add_argument("--kernels")
-    p.add_argument("--tool", help="ctxkv, for the floors; default: that of the library's build")
-    p.add_argument("--out", default="h200.json")
+    p = options(__doc__, "h200.json")
     p.add_argument("--heads", default="2,16,4,8", help="the first two before the rest")
-    p.add_argument("--seconds", type=float, default=1e9, help="begin no size after so long")
-    p.add_argument("--rows", default=",".join(map(str, ROWS)))
     args = p.parse_args()
-    sys.path.insert(0, os.path.join(ROOT, "tests", "device"))
-    os.environ["CTXKV_LIBRARY"] = args.library
-    import lib as Q
-    P = None
-    if args.peers:
-        os.environ["LIB"] = "1"
-        sys.path.insert(0, args.peers)
-        sys.argv = ["peers.py", args.kernels, "/tmp"]
-        import peers as P
-    torch.manual_seed(0)
-    device = Q.Library().device("cuda:0")
-    bandwidth, rate = limits()
-    limit = max(bandwidth, BYTES_PER_S), max(rate, OPERATIONS_PER_S)
-    floor = ("bytes at 4.3 TB/s or operations at 800 TFLOP/s, the most seen on this kind of card; "
-             "copy_GBs is a memcpy node of this run and slower")
-    beside = os.path.join(os.path.dirname(os.path.abspath(args.library)), "tools/ctxkv/ctxkv")
-    measured = measured_limits(args.tool or beside)
-    if measured:
-        read, copy, burst = measured
-        limit = max(bandwidth, read, copy), max(rate, burst)
-        floor = (f"bytes at {limit[0] / 1e12:.2f} TB/s or operations at {limit[1] / 1e12:.0f} "
-                 "TFLOP/s, by kernels that do nothing else, in this run (ctxkv bench); copy_GBs is a "
-                 "memcpy node, bf16_TFLOPs torch's 8192^3 product")
+    run = Run(args, "peers", layers=L, hidden_size=D)
+    run.result["host"] = host_times(run.Q, run.device)
     hw = torch.ones(D, device="cuda").bfloat16()
     lw = torch.ones(L, D, device="cuda").bfloat16()
     table = torch.randn(65536, 64, device="cuda").bfloat16()
-    info = device.info()
-    result = dict(
-        machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=0,
-        torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1),
-        bf16_TFLOPs=round(rate / 1e12, 1), layers=L, hidden_size=D,
-        method="medians of graph replays; buffers rotate past the L2", floor=floor,
-        date=time.strftime("%Y-%m-%d", time.gmtime()), driver_version=smi("driver_version"),
-        clocks=f"SM and memory before the run: {smi('clocks.sm,clocks.mem')}; not locked", rows=[])
-    if measured:
-        result.update(read_kernel_GBs=round(read / 1e9, 1), copy_kernel_GBs=round(copy / 1e9, 1),
-                      burst_TFLOPs=round(burst / 1e12, 1))
-    result["host"] = host_times(Q, device)
-    heads = list(map(int, args.heads.split(",")))
-    begin, wrong = time.time(), 0
-    for group in (heads[:2], heads[2:]):
-        for T in map(int, args.rows.split(",")):
-            for H in group:
-                if time.time() - begin > args.seconds:
-                    print(f"H={H} T={T}: no time left")
-                    continue
-                wrong += one_size(Q, P, device, Operands(H, T), (hw, lw, table),
-                                  floors, limit, result)
-                result["cublas"] = device.info().cublas
-                with open(args.out, "w") as f:
-                    json.dump(result, f, indent=1)
-                    f.write("\n")
+    heads, rows = (list(map(int, text.split(","))) for text in (args.heads, args.rows))
+    sizes = [(f"H={H} T={T}", (H, T)) for group in (heads[:2], heads[2:]) for T in rows for H in group]
+    wrong = sum(one_size(run, Operands(*size), (hw, lw, table)) for size in run.sizes(sizes))
     print(f"{wrong} sizes differ from the seed's bits")
     return 1 if wrong else 0
 

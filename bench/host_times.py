@@ -10,8 +10,8 @@ L, D, EPS = 5, 8192, 1e-5
 
 
 def plan_times(make, count=7):
-    """Milliseconds of the first plan (which may load kernels and cuBLAS) and the median of more, each
-    until the device has done what was asked for."""
+    """Milliseconds of the first plan (which may load kernels and cuBLAS) and the median of more,
+    each until the device has done what was asked for."""
     times = []
     for _ in range(count + 1):
         torch.cuda.synchronize()
@@ -50,7 +50,8 @@ def host_times(Q, device, heads=(2, 16), rows=(8, 64, 1024)):
                   for _ in range(L)]
 
         def make():
-            norms = device.norms_desc((Q.ROW, EPS, 0, 0), (Q.ROW, EPS, 0, 0), L, hw=ones[0], lw=ones[1:])
+            row = (Q.ROW, EPS, 0, 0)
+            norms = device.norms_desc(row, row, L, hw=ones[0], lw=ones[1:])
             return device.chain(norms, device.projection_desc(w, L, H),
                                 device.store_desc(L, H, eps=EPS, rope=Q.GPTJ, table=table), most)
 
@@ -65,6 +66,8 @@ def host_times(Q, device, heads=(2, 16), rows=(8, 64, 1024)):
             call.stream = Q.current_stream()
             runs[str(T)] = round(run_time(plan, call), 2)
         plan.close()
-        result.append(dict(heads=H, plan_first_ms=round(first, 2), plan_ms=round(again, 2), run_us=runs))
-        print(f"host H={H}: first plan {first:.1f} ms, a plan {again:.1f} ms, a run {runs} us", flush=True)
+        result.append(dict(heads=H, plan_first_ms=round(first, 2), plan_ms=round(again, 2),
+                           run_us=runs))
+        print(f"host H={H}: first plan {first:.1f} ms, a plan {again:.1f} ms, a run {runs} us",
+              flush=True)
     return result

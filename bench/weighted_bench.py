@@ -6,29 +6,25 @@ usage: weighted_bench.py --library libctxkv.so [--peers DIR --kernels DIR] [--ou
 --peers: the folder with peers.py and weighted.py (the stock chain), --kernels: the device code they
 were told to build. Medians of graph replays in microseconds; rows, weights and outputs rotate past
 the L2 cache; five layers, head_dim 128, unless a shape says otherwise (--shapes NAME or D:H:L:head_dim,
-several by ";"). --ways adds the chain by the ways that CTXKV_CHAIN_WAYS would name. Bits are compared before anything is timed: norm and store with
-stock's; a whole chain with stock's where cuBLAS keeps K whole, else (8 ranks: N = 1280, where
-stock's bits change with T) with our exact kernel's, and how many of stock's values differ is said.
+several by ";"). --ways adds the chain by the ways that CTXKV_CHAIN_WAYS would name. Bits are compared
+before anything is timed: norm and store with stock's; a whole chain with stock's where cuBLAS keeps K
+whole, else (8 ranks: N = 1280, where stock's bits change with T) with our exact kernel's, and how many
+of stock's values differ is said.
 """
-import argparse
-import json
 import os
 import sys
-import time
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from gpu_bench import BYTES_PER_S, OPERATIONS_PER_S, ROOT, ROWS, limits, measure  # noqa: E402
+from gpu_run import Run, measure, options
 
-EPS, POSITIONS, PAGE = 1e-6, 40960, 16
+L, HEAD, EPS, POSITIONS, PAGE = 5, 128, 1e-6, 40960, 16
 OPS = ("chain", "norm", "projection", "store")
-SHAPES = {"Qwen3-8B": (4096, 8, 5, 128), "Qwen3-4B": (2560, 8, 5, 128),
-          "Qwen3-8B, 8 ranks": (4096, 1, 5, 128)}
+SHAPES = {"Qwen3-8B": (4096, 8), "Qwen3-4B": (2560, 8), "Qwen3-8B, 8 ranks": (4096, 1)}
 
 
 class Operands:
-    def __init__(self, D, H, L, HEAD, T):
+    def __init__(self, D, H, T, L=L, HEAD=HEAD):
         self.D, self.H, self.L, self.HEAD, self.T = D, H, L, HEAD, T
         self.N = N = L * 2 * H * HEAD
         self.sets = max(1, min(24, 300 * 2**20 // (N * D * 2 + T * (4 * D + 4 * N))))
@@ -165,10 +161,10 @@ def wrong_ops(Q, S, ours, other, o, name):
     return wrong
 
 
-def one_size(Q, S, device, name, T, limit, result, args):
-    D, H, L, HEAD = SHAPES[name] if name in SHAPES else map(int, name.split(":"))
-    o = Operands(D, H, L, HEAD, T)
-    ours, floor = Ours(Q, device, o, args.ways), floors(o, *limit)
+def one_size(run, name, T):
+    D, H, *other_shape = SHAPES[name] if name in SHAPES else map(int, name.split(":"))
+    Q, S, args, o = run.Q, run.peers, run.args, Operands(D, H, T, *other_shape)
+    ours, floor = Ours(Q, run.device, o, args.ways), floors(o, *run.limit)
     other = stock(S, o) if S else {}
     cublas = lambda i: torch.mm(o.normed[i], o.w[i].t(), out=o.flat[i])  # noqa: E731
     wrong = wrong_ops(Q, S, ours, other, o, name)
@@ -185,60 +181,22 @@ def one_size(Q, S, device, name, T, limit, result, args):
             full["stock"] = measure(other[op], o.sets, count)
         if op == "projection":
             full["cublas"] = measure(cublas, o.sets, count)
-        us = {k: round(v[0], 3) for k, v in full.items()}
-        us["floor"] = round(floor[op], 3)
-        spread = {k: [round(v[1], 3), round(v[2], 3)] for k, v in full.items()}
-        result["rows"].append(dict(op=op, family="qwen3", shape=name, hidden_size=D, heads=H,
-                                   layers=L, head_dim=HEAD, rows=T, us=us, spread=spread))
-        peer = us.get("stock", us.get("cublas"))
-        print(f"ratios {op} {name} T={T}: " + " ".join(f"{k} {v:.2f}" for k, v in us.items()) +
-              (f" = {us['ctxkv'] / peer:.3f} of the peer" if peer and "ctxkv" in us else ""), flush=True)
+        run.row(full, floor[op], f"{op} {name} T={T}", op=op, family="qwen3", shape=name, hidden_size=D,
+                heads=H, layers=o.L, head_dim=o.HEAD, rows=T)
     ours.close()
     return len(wrong)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--library", required=True)
-    p.add_argument("--peers")
-    p.add_argument("--kernels")
-    p.add_argument("--out", default="h200_qwen3.json")
+    p = options(__doc__, "h200_qwen3.json")
     p.add_argument("--shapes", default=";".join(SHAPES))
     p.add_argument("--ops", default=",".join(OPS))
     p.add_argument("--ways")
-    p.add_argument("--seconds", type=float, default=1e9, help="begin no size after so long")
-    p.add_argument("--rows", default=",".join(map(str, ROWS)))
     args = p.parse_args()
-    sys.path.insert(0, os.path.join(ROOT, "tests", "device"))
-    os.environ["CTXKV_LIBRARY"] = args.library
-    import lib as Q
-    S = None
-    if args.peers:
-        os.environ["LIB"] = "1"
-        sys.path.insert(0, args.peers)
-        sys.argv = ["weighted.py", args.kernels, "/tmp"]
-        import weighted as S
-    torch.manual_seed(0)
-    device = Q.Library().device("cuda:0")
-    bandwidth, rate = limits()
-    limit = max(bandwidth, BYTES_PER_S), max(rate, OPERATIONS_PER_S)
-    info = device.info()
-    result = dict(
-        machine=info.name.decode(), arch=info.arch, driver=info.driver, cublas=0,
-        torch=torch.__version__, copy_GBs=round(bandwidth / 1e9, 1),
-        bf16_TFLOPs=round(rate / 1e12, 1), layers=5, head_dim=128,
-        method="medians of graph replays; buffers rotate past the L2", rows=[])
-    begin, wrong = time.time(), 0
-    for T in map(int, args.rows.split(",")):
-        for name in args.shapes.split(";"):
-            if time.time() - begin > args.seconds:
-                print(f"{name} T={T}: no time left")
-                continue
-            wrong += one_size(Q, S, device, name, T, limit, result, args)
-            result["cublas"] = device.info().cublas
-            with open(args.out, "w") as f:
-                json.dump(result, f, indent=1)
-                f.write("\n")
+    run = Run(args, "weighted", layers=L, head_dim=HEAD)
+    sizes = [(f"{name} T={T}", (name, T)) for T in map(int, args.rows.split(","))
+             for name in args.shapes.split(";")]
+    wrong = sum(one_size(run, *size) for size in run.sizes(sizes))
     print(f"{wrong} results have other bits")
     return 1 if wrong else 0
 

@@ -6,10 +6,17 @@
 //
 // Conventions. Tensors are DLPack DLTensors: nothing is copied, strides count elements, NULL
 // strides mean row-major. T: context rows, D: hidden size, L: draft layers, H: KV heads of this
-// rank, R: slots of a layer (R <= T). Every function that can fail returns a ctxkv_status and
-// leaves a sentence for ctxkv_last_error(). Option and descriptor structs begin with their own size
-// and are filled by their _init function; fields added later keep old callers working. Its _sized
-// form, for bindings, fills size bytes: never more than the caller's struct has.
+// rank, R: slots of a layer (R <= T). Option and descriptor structs begin with their own size and
+// are filled by their _init function; fields added later keep old callers working. Its _sized form,
+// for bindings, fills size bytes: never more than the caller's struct has. "SPEC 3.4" is a rule of
+// docs/numerics.md, which says what was measured for it.
+//
+// Errors. Every function that can fail returns a ctxkv_status and leaves a sentence for
+// ctxkv_last_error(). Any may give INVALID_ARGUMENT, or UNSUPPORTED for a request that is valid but
+// not covered; then nothing was written. Creating a plan may also give OUT_OF_MEMORY, on a CUDA
+// device CAPTURING, NO_KERNEL and DRIVER, too, and leaves NULL in its last argument. A run may give
+// NOT_BOUND before caches are bound, OUT_OF_MEMORY on the host, and DRIVER where a launch fails.
+// Destroying takes NULL.
 //
 // Threads. A device may be shared by threads. A plan may run on several threads or streams at once
 // if each call brings its own workspace (ctxkv_chain_call); binding caches and destroying may not
@@ -45,9 +52,11 @@ typedef enum ctxkv_status {
     CTXKV_STATUS_FORCE_INT = 0x7fffffff
 } ctxkv_status;
 
+// "0.1.0"
 CTXKV_API const char *ctxkv_version(void);
 // "INVALID_ARGUMENT" and the like; "?" for a value that is no status.
 CTXKV_API const char *ctxkv_status_name(ctxkv_status status);
+// What the status means, in a few words.
 CTXKV_API const char *ctxkv_status_text(ctxkv_status status);
 // The calling thread's last failure as one sentence (argument, what it was, what it must be); "" if
 // none. Valid until the thread's next failing call.
@@ -62,6 +71,7 @@ typedef struct ctxkv_device ctxkv_device;
 #define CTXKV_CPU_AVX2 2u
 #define CTXKV_CPU_AVX512 4u
 
+// The message is valid during the call.
 typedef void (*ctxkv_log_fn)(void *user, const char *message);
 
 typedef struct ctxkv_device_options {
@@ -78,7 +88,8 @@ CTXKV_API void ctxkv_device_options_init_sized(ctxkv_device_options *options, si
 CTXKV_INLINE void ctxkv_device_options_init(ctxkv_device_options *options) {
     ctxkv_device_options_init_sized(options, sizeof *options);
 }
-// name: "cpu", "cuda" (= "cuda:0") or "cuda:N". options may be NULL.
+// name: "cpu", "cuda" (= "cuda:0") or "cuda:N". options may be NULL. NO_DEVICE: no driver, one
+// before CUDA 12.0, no such GPU; NO_KERNEL: this build has no code for it; DRIVER; OUT_OF_MEMORY.
 CTXKV_API ctxkv_status
 ctxkv_device_open(const char *name, const ctxkv_device_options *options, ctxkv_device **device);
 // Plans must be destroyed before their device. NULL is allowed.
@@ -96,6 +107,7 @@ typedef struct ctxkv_device_info {
     int32_t bits_verified; // 1 where the tensor-core arithmetic was measured (sm_90) or on a CPU
 } ctxkv_device_info;
 
+// info->size must be set: sizeof *info.
 CTXKV_API ctxkv_status ctxkv_device_get_info(const ctxkv_device *device, ctxkv_device_info *info);
 // Number of CUDA devices; 0 with the reason in ctxkv_last_error().
 CTXKV_API int32_t ctxkv_cuda_device_count(void);
@@ -160,8 +172,8 @@ typedef enum ctxkv_fault_kind {
     CTXKV_FAULT_POSITION = 2 // position outside the cos/sin table on a row that would be stored
 } ctxkv_fault_kind;
 
-// What runs skipped since the last read: count of (layer, row) pairs, and the first of them in
-// (layer, row) order. A skipped row is not stored and its position never read.
+// What runs skipped since the last read (SPEC 4.2): count of (layer, row) pairs, and the first of
+// them in (layer, row) order. A skipped row is not stored and its position never read.
 typedef struct ctxkv_faults {
     uint64_t count;
     int32_t kind; // ctxkv_fault_kind of the first
@@ -196,11 +208,13 @@ CTXKV_API void ctxkv_norms_desc_init_sized(ctxkv_norms_desc *desc, size_t size);
 CTXKV_INLINE void ctxkv_norms_desc_init(ctxkv_norms_desc *desc) {
     ctxkv_norms_desc_init_sized(desc, sizeof *desc);
 }
+// The rules are SPEC 3.1 (ROW) and 5 (RMS).
 CTXKV_API ctxkv_status
 ctxkv_norms_create(ctxkv_device *device, const ctxkv_norms_desc *desc, ctxkv_norms **norms);
 CTXKV_API void ctxkv_norms_destroy(ctxkv_norms *norms);
 // x: BF16 [T, D], unit column stride. out: BF16 [L, T, D], unit column stride ([1, T, D] when the
-// layer norm is ABSENT). T = 0 succeeds. x and out may not overlap.
+// layer norm is ABSENT). T = 0 succeeds. x and out may not overlap. stream: a CUstream (NULL: the
+// default stream), ignored on a CPU; so in all runs.
 CTXKV_API ctxkv_status
 ctxkv_norms_run(ctxkv_norms *norms, const DLTensor *x, const DLTensor *out, void *stream);
 
@@ -231,11 +245,12 @@ CTXKV_API void ctxkv_projection_desc_init_sized(ctxkv_projection_desc *desc, siz
 CTXKV_INLINE void ctxkv_projection_desc_init(ctxkv_projection_desc *desc) {
     ctxkv_projection_desc_init_sized(desc, sizeof *desc);
 }
+// The rules are SPEC 3.3; DRIVER where mode is CUBLAS and there is none.
 CTXKV_API ctxkv_status ctxkv_projection_create(
     ctxkv_device *device, const ctxkv_projection_desc *desc, ctxkv_projection **projection);
 CTXKV_API void ctxkv_projection_destroy(ctxkv_projection *projection);
 // normed: BF16 [L, T, D], or [1, T, D] shared by all layers. kv: BF16 [L, T, 2*H*head_dim] of any
-// layer and row strides (so [T, L, ...] storage fits, too).
+// layer and row strides (so [T, L, ...] storage fits, too). T = 0 succeeds. They may not overlap.
 CTXKV_API ctxkv_status ctxkv_projection_run(
     ctxkv_projection *projection, const DLTensor *normed, const DLTensor *kv, void *stream);
 
@@ -276,6 +291,7 @@ CTXKV_API void ctxkv_store_desc_init_sized(ctxkv_store_desc *desc, size_t size);
 CTXKV_INLINE void ctxkv_store_desc_init(ctxkv_store_desc *desc) {
     ctxkv_store_desc_init_sized(desc, sizeof *desc);
 }
+// The rules are SPEC 3.4 and 5 (RMS).
 CTXKV_API ctxkv_status
 ctxkv_store_create(ctxkv_device *device, const ctxkv_store_desc *desc, ctxkv_store **store);
 CTXKV_API void ctxkv_store_destroy(ctxkv_store *store);
@@ -287,7 +303,8 @@ CTXKV_API ctxkv_status ctxkv_store_bind_caches(
     ctxkv_store *store, const DLTensor *const *keys, const DLTensor *const *values, int64_t count);
 // k, v: BF16 [L, T, H, head_dim], unit last stride (v NULL with v_from_k). positions: int64 [T]
 // (NULL without RoPE). slots: int64 [R_l] per layer, contiguous, R_l <= T; NULL entries: nothing
-// stored in that layer. slot_count is L, or 1: shared by all layers.
+// stored in that layer. slot_count is L, or 1: shared by all layers. Slot s is row s % block_size
+// of block s / block_size; a negative one is not stored (SPEC 4.2). T = 0 succeeds.
 CTXKV_API ctxkv_status ctxkv_store_run(
     ctxkv_store *store, const DLTensor *k, const DLTensor *v, const DLTensor *positions,
     const DLTensor *const *slots, int64_t slot_count, void *stream);
@@ -316,7 +333,7 @@ ctxkv_chain_create(ctxkv_device *device, const ctxkv_chain_desc *desc, ctxkv_cha
 CTXKV_API void ctxkv_chain_destroy(ctxkv_chain *chain);
 CTXKV_API ctxkv_status ctxkv_chain_bind_caches(
     ctxkv_chain *chain, const DLTensor *const *keys, const DLTensor *const *values, int64_t count);
-// The operands as for ctxkv_norms_run and ctxkv_store_run. stream: a CUstream; ignored on a CPU.
+// The operands as for ctxkv_norms_run and ctxkv_store_run; max_rows rows at the most.
 CTXKV_API ctxkv_status ctxkv_chain_run(
     ctxkv_chain *chain, const DLTensor *x, const DLTensor *positions, const DLTensor *const *slots,
     int64_t slot_count, void *stream);
@@ -340,27 +357,30 @@ CTXKV_INLINE void ctxkv_chain_call_init(ctxkv_chain_call *call) {
     ctxkv_chain_call_init_sized(call, sizeof *call);
 }
 CTXKV_API ctxkv_status ctxkv_chain_run_call(ctxkv_chain *chain, const ctxkv_chain_call *call);
-// Bytes of a workspace for max_rows rows, 256-byte aligned, in the device's memory.
+// Bytes of a workspace for max_rows rows, 256-byte aligned, in the device's memory. 0 for NULL.
 CTXKV_API size_t ctxkv_chain_workspace_size(const ctxkv_chain *chain);
+// As ctxkv_store_faults.
 CTXKV_API ctxkv_status ctxkv_chain_faults(ctxkv_chain *chain, ctxkv_faults *faults);
-// Memory the plan holds beside the caller's tensors: packed weights, copies, workspace.
+// Bytes the plan holds beside the caller's tensors: packed weights, copies, workspace. 0 for NULL.
 CTXKV_API size_t ctxkv_chain_memory(const ctxkv_chain *chain);
 
 // ---- cos/sin table ---------------------------------------------------------------------------
 // The table that vLLM builds on the GPU from theta (SPEC 3.5), bit for bit, in host memory:
-// table: BF16, FP16 or FP32 [positions, rotary_dim], unit last stride. theta > 1 finite, rotary_dim
-// even.
+// table: BF16, FP16 or FP32 [positions, rotary_dim], unit last stride: cos, then sin. theta > 1 and
+// finite, rotary_dim even and in 2..65536, positions in 0..2^32.
 CTXKV_API ctxkv_status
 ctxkv_rope_table(float theta, int64_t rotary_dim, int64_t positions, const DLTensor *table);
-// Its FP32 inverse frequencies [rotary_dim/2], and cos and sin of one position, before rounding.
+// Its FP32 inverse frequencies [rotary_dim/2], and cos and sin [count] of one position (0..2^40) at
+// count of them (0..32768), before rounding.
 CTXKV_API ctxkv_status ctxkv_rope_inv_freq(float theta, int64_t rotary_dim, float *inv_freq);
 CTXKV_API ctxkv_status
 ctxkv_rope_row(const float *inv_freq, int64_t count, int64_t position, float *cosine, float *sine);
 
 // ---- arithmetic, one value at a time (for tests, diagnosis and other implementations) ----------
-// rsqrt.approx.f32 of sm_90, exactly; ftz: 1 for rsqrt.approx.ftz.f32.
+// rsqrt.approx.f32 of sm_90, exactly (SPEC 3.2); ftz: 1 for rsqrt.approx.ftz.f32.
 CTXKV_API float ctxkv_rsqrt(float x, int32_t ftz);
-// One k16 step of BF16 mma on sm_90: acc + sum of a[i]*b[i], exactly as the tensor core rounds it.
+// One k16 step of BF16 mma on sm_90: acc + sum of a[i]*b[i], exactly as the tensor core rounds it
+// (SPEC 3.3). a, b: bits of BF16 values.
 CTXKV_API float ctxkv_mma16(const uint16_t a[16], const uint16_t b[16], float acc);
 // FP32 to BF16, round to nearest even, NaN to 0x7FFF.
 CTXKV_API uint16_t ctxkv_bf16(float x);

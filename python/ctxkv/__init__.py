@@ -16,19 +16,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ._descriptors import Norm
+from ._device import Device, cuda_device_count, device
 from ._tensor import Tensor
-from .plans import (
-    Chain,
-    Device,
-    FaultReport,
-    Norm,
-    Norms,
-    Projection,
-    Store,
-    cuda_device_count,
-    device,
-    rope_table,
-)
+from .plans import Chain, FaultReport, Norms, Projection, Store, rope_table
 
 _LAZY = {
     "ContextKvStore": "context",

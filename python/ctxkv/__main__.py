@@ -11,7 +11,7 @@ from typing import Any, Optional, Sequence, Union
 
 def _info(arguments: argparse.Namespace) -> int:
     from . import _library
-    from .plans import Device, cuda_device_count
+    from ._device import Device, cuda_device_count
 
     all_: dict[str, Any] = {
         "version": _library.version(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .plans import Device, device
+from ._device import Device, device
 
 try:  # the address alone, without building a Stream object per call
     _raw_stream = torch._C._cuda_getCurrentRawStream

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
 
-from .plans import Norm
+from ._descriptors import Norm
 
 _BACKENDS = {
     "vllm.v1.attention.backends.flash_attn": "FlashAttentionImpl.do_kv_cache_update",

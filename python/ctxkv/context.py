@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional, Sequence
 import torch
 
 from . import _tensor
+from ._descriptors import Norm
 from ._streams import (
     assert_not_capturing,
     capturing,
@@ -23,7 +24,7 @@ from ._streams import (
     device_of,
     pdl_supported,
 )
-from .plans import FaultReport, Norm, Norms, Store
+from .plans import FaultReport, Norms, Store
 from .torch import norms_op, register_plan
 
 D = 8192

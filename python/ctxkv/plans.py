@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Devices and plans: one class per plan of the C API, for tensors of any framework.
+# One class per plan of the C API, for tensors of any framework.
 """Plans of the context K/V chain. Shapes are written as in the C header: T context rows, D hidden
 size, L layers, H KV heads of this rank, R <= T slots. Every class raises ValueError where an
 argument is refused (argument, what it was, what it must be) and RuntimeError where the machine
@@ -8,26 +8,16 @@ fails; nothing has been written then. Streams are CUstream addresses, ignored on
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
-import os
 import weakref
 from ctypes import byref, c_int64, c_void_p
-from typing import Any, Callable, NamedTuple, Optional, Sequence, TypeVar
+from typing import Any, Callable, NamedTuple, Sequence, TypeVar
 
-from . import _abi, _cublas, _tensor
-from ._library import check, choice, integer, library, real
+from . import _abi, _tensor
+from ._descriptors import norms_desc, pointer, projection_desc, store_desc
+from ._device import Device
+from ._library import check, integer, library, real
 from ._tensor import TensorList
-
-
-class Norm(NamedTuple):
-    """One norm: kind "row" (Muse Spark, D = 8192), "rms" (Qwen3 family) or "absent"; eps >= 0;
-    gain_centre is added to the weight; input_scale: the weight multiplies the input ("row")."""
-
-    kind: str = "row"
-    eps: float = 1e-5
-    gain_centre: float = 0.0
-    input_scale: bool = False
 
 
 class FaultReport(NamedTuple):
@@ -39,74 +29,6 @@ class FaultReport(NamedTuple):
     row: int
     value: int
     limit: int
-
-
-class Device:
-    """A device that plans are made on.
-
-    name: "cpu", "cuda" or "cuda:N". threads: CPU workers, 0 for as many as may be used. cpu_tiers:
-    names out of "scalar", "avx2", "avx512" that may be used, () for all (or $CTXKV_CPU_MASK).
-    cublas_path: libcublas, None to look for it. Raises ValueError, or RuntimeError without such a
-    device.
-    """
-
-    def __init__(
-        self,
-        name: str = "cpu",
-        *,
-        threads: int = 0,
-        cpu_tiers: Sequence[str] = (),
-        cublas_path: Optional[str] = None,
-        programmatic_launch: bool = True,
-    ) -> None:
-        lib = library()
-        if not isinstance(name, str):
-            raise ValueError(f"name is {name!r}, must be 'cpu', 'cuda' or 'cuda:N'")
-        options = _abi.DeviceOptions()
-        lib.ctxkv_device_options_init_sized(byref(options), ctypes.sizeof(options))
-        options.threads = min(max(integer("threads", threads), -1), 2**31 - 1)
-        options.cpu_mask = sum({choice("cpu_tiers", t, _abi.CPU_TIERS) for t in cpu_tiers})
-        options.programmatic_launch = int(bool(programmatic_launch))
-        path = cublas_path or (_cublas.find() if name.startswith("cuda") else None)
-        options.cublas_path = os.fsencode(path) if path else None
-        handle = c_void_p()
-        check(lib.ctxkv_device_open(name.encode(), byref(options), byref(handle)))
-        self.name = name
-        self.handle = handle.value
-        self._finalizer = weakref.finalize(self, lib.ctxkv_device_close, self.handle)
-        self._finalizer.atexit = False  # type: ignore[misc]  # typeshed lacks it
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.name.startswith("cuda")
-
-    def info(self) -> dict[str, Any]:
-        """Name, CPU tiers found and used, threads, CUDA arch, driver, cuBLAS, bits_verified."""
-        raw = _abi.DeviceInfo()
-        raw.size = ctypes.sizeof(raw)
-        check(library().ctxkv_device_get_info(self.handle, byref(raw)))
-        tiers = {bit: name for name, bit in _abi.CPU_TIERS.items()}
-        return {
-            "name": raw.name.decode(errors="replace"),
-            "cpu_found": [name for bit, name in tiers.items() if raw.cpu_found & bit],
-            "cpu_used": tiers.get(raw.cpu_used, "none"),
-            "threads": raw.threads,
-            "cuda_arch": raw.cuda_arch,
-            "driver": raw.driver,
-            "cublas": raw.cublas,
-            "bits_verified": bool(raw.bits_verified),
-        }
-
-
-@functools.cache
-def device(name: str = "cpu", programmatic_launch: bool = True) -> Device:
-    """The process's shared Device of that name."""
-    return Device(name, programmatic_launch=programmatic_launch)
-
-
-def cuda_device_count() -> int:
-    """Number of CUDA devices that the driver shows; 0 without a driver. Initialises CUDA."""
-    return library().ctxkv_cuda_device_count()
 
 
 _Self = TypeVar("_Self", bound="_Plan")
@@ -161,150 +83,6 @@ def _made_of(
     return __init__
 
 
-def _norm(name: str, norm: Norm) -> _abi.Norm:
-    made = _abi.Norm()
-    made.kind = choice(f"{name}.kind", norm.kind, _abi.NORM_KINDS)
-    made.eps = real(f"{name}.eps", norm.eps)
-    made.gain_centre = real(f"{name}.gain_centre", norm.gain_centre)
-    made.input_scale = int(bool(norm.input_scale))
-    return made
-
-
-def _pointer(tensor: Optional[_abi.DLTensor]) -> Any:
-    return None if tensor is None else ctypes.pointer(tensor)
-
-
-def _one_or_list(value: Any, name: str) -> Optional[TensorList]:
-    if value is None:
-        return None
-    return TensorList([value] if _tensor.is_tensor(value) else value, name)
-
-
-def _norms_desc(
-    *,
-    num_layers: int,
-    hidden_size: int = 8192,
-    hidden: Norm = Norm(),
-    layer: Norm = Norm(),
-    hidden_weight: Any = None,
-    layer_weights: Any = None,
-    numerics: str = "stock",
-) -> tuple[_abi.NormsDesc, Any]:
-    desc = _abi.NormsDesc()
-    library().ctxkv_norms_desc_init_sized(byref(desc), ctypes.sizeof(desc))
-    desc.hidden_size = integer("hidden_size", hidden_size)
-    desc.num_layers = integer("num_layers", num_layers)
-    desc.hidden, desc.layer = _norm("hidden", hidden), _norm("layer", layer)
-    weight = _tensor.optional(hidden_weight, "hidden_weight")
-    desc.hidden_weight = _pointer(weight)
-    layers = _one_or_list(layer_weights, "layer_weights")
-    if layers is not None:
-        desc.layer_weights, desc.layer_weight_count = layers.pointers, layers.count
-    desc.numerics = choice("numerics", numerics, _abi.NUMERICS)
-    return desc, (weight, layers)
-
-
-def _projection_desc(
-    weights: Any,
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    hidden_size: int = 8192,
-    head_dim: int = 64,
-    bias: Any = None,
-    bias_add: str = "fused",
-    k_only: bool = False,
-    mode: str = "auto",
-    max_rows: int = 0,
-) -> tuple[_abi.ProjectionDesc, Any]:
-    desc = _abi.ProjectionDesc()
-    library().ctxkv_projection_desc_init_sized(byref(desc), ctypes.sizeof(desc))
-    desc.hidden_size = integer("hidden_size", hidden_size)
-    desc.num_layers = integer("num_layers", num_layers)
-    desc.num_kv_heads = integer("num_kv_heads", num_kv_heads)
-    desc.head_dim = integer("head_dim", head_dim)
-    if weights is None:
-        raise ValueError("weights is None, must be one tensor, or a list of them")
-    given = TensorList([weights] if _tensor.is_tensor(weights) else weights, "weights")
-    desc.weights, desc.weight_count = given.pointers, given.count
-    bias = _tensor.optional(bias, "bias")
-    desc.bias = _pointer(bias)
-    desc.bias_add = choice("bias_add", bias_add, _abi.BIAS_ADDS)
-    desc.k_only = int(bool(k_only))
-    desc.mode = choice("mode", mode, _abi.PROJECTION_MODES)
-    desc.max_rows = integer("max_rows", max_rows)
-    return desc, (given, bias)
-
-
-def _store_desc(
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int = 64,
-    k_norm: str = "plain",
-    k_eps: float = 1e-5,
-    k_norm_weight: Any = None,
-    k_gain_centre: float = 0.0,
-    rope: str = "none",
-    rotary_dim: int = 0,
-    cos_sin: Any = None,
-    v_norm: str = "absent",
-    v_eps: float = 1e-5,
-    v_scale: Optional[float] = None,
-    v_from_k: bool = False,
-    cache_type: str = "bf16",
-    k_scales: Any = None,
-    v_scales: Any = None,
-    checked: bool = False,
-) -> tuple[_abi.StoreDesc, Any]:
-    desc = _abi.StoreDesc()
-    library().ctxkv_store_desc_init_sized(byref(desc), ctypes.sizeof(desc))
-    desc.num_layers = integer("num_layers", num_layers)
-    desc.num_kv_heads = integer("num_kv_heads", num_kv_heads)
-    desc.head_dim = integer("head_dim", head_dim)
-    desc.k_norm = choice("k_norm", k_norm, _abi.K_NORMS)
-    desc.k_eps = real("k_eps", k_eps)
-    weight = _tensor.optional(k_norm_weight, "k_norm_weight")
-    desc.k_norm_weight = _pointer(weight)
-    desc.k_gain_centre = real("k_gain_centre", k_gain_centre)
-    desc.rope = choice("rope", rope, _abi.ROPES)
-    desc.rotary_dim = integer("rotary_dim", rotary_dim)
-    if cos_sin is None or _tensor.is_tensor(cos_sin):
-        tables: Any = _tensor.optional(cos_sin, "cos_sin")
-        desc.cos_sin = _pointer(tables)
-    else:
-        tables = TensorList(cos_sin, "cos_sin")
-        desc.layer_cos_sin, desc.layer_cos_sin_count = tables.pointers, tables.count
-    desc.v_norm = choice("v_norm", v_norm, _abi.V_NORMS)
-    desc.v_eps = real("v_eps", v_eps)
-    desc.v_scale = _v_scale(v_scale)
-    desc.v_from_k = int(bool(v_from_k))
-    desc.cache_type = choice("cache_type", cache_type, _abi.CACHE_TYPES)
-    scales = _scales(desc, k_scales, v_scales)
-    desc.checked = int(bool(checked))
-    return desc, (weight, tables, scales)
-
-
-def _v_scale(given: Optional[float]) -> float:
-    scale = 0.0 if given is None else real("v_scale", given)
-    if given is not None and scale == 0:
-        raise ValueError("v_scale is 0, must be another number, or None for V as it is")
-    return scale
-
-
-def _scales(desc: _abi.StoreDesc, k_scales: Any, v_scales: Any) -> Any:
-    if (k_scales is None) != (v_scales is None):
-        name, other = ("k", "v") if k_scales is None else ("v", "k")
-        raise ValueError(f"{name}_scales is None, must be given with {other}_scales")
-    if k_scales is None:
-        return None
-    k, v = TensorList(k_scales, "k_scales"), TensorList(v_scales, "v_scales")
-    if k.count != v.count:
-        raise ValueError(f"v_scales has {v.count} tensors, must have {k.count} as k_scales")
-    desc.k_scales, desc.v_scales, desc.scale_count = k.pointers, v.pointers, k.count
-    return k, v
-
-
 class Norms(_Plan):
     """The hidden norm, then one norm per layer.
 
@@ -315,7 +93,7 @@ class Norms(_Plan):
 
     _kind = "norms"
 
-    __init__ = _made_of(_norms_desc, keep=False)  # the weights are copied
+    __init__ = _made_of(norms_desc, keep=False)  # the weights are copied
 
     def run(self, x: Any, out: Any, stream: int = 0) -> None:
         """x: BF16 [T, D]. out: BF16 [L, T, D], or [1, T, D] when the layer norm is absent."""
@@ -334,7 +112,7 @@ class Projection(_Plan):
 
     _kind = "projection"
 
-    __init__ = _made_of(_projection_desc)
+    __init__ = _made_of(projection_desc)
 
     def run(self, normed: Any, kv: Any, stream: int = 0) -> None:
         """normed: BF16 [L, T, D] or [1, T, D]. kv: BF16 [L, T, 2*H*head_dim], any outer strides."""
@@ -385,7 +163,7 @@ class Store(_Caching):
 
     _kind = "store"
 
-    __init__ = _made_of(_store_desc)
+    __init__ = _made_of(store_desc)
 
     def run(self, k: Any, v: Any, positions: Any, slots: Any, stream: int = 0) -> None:
         """k, v: BF16 [L, T, H, head_dim] (v None with v_from_k). positions: int64 [T] (None
@@ -395,7 +173,7 @@ class Store(_Caching):
         where, lists = _tensor.optional(positions, "positions"), _slots(slots)
         check(
             library().ctxkv_store_run(
-                self.handle, byref(keys), _pointer(values), _pointer(where), lists.pointers,
+                self.handle, byref(keys), pointer(values), pointer(where), lists.pointers,
                 lists.count, stream or None,
             )
         )
@@ -420,9 +198,9 @@ class Chain(_Caching):
         max_rows: int,
     ) -> None:
         lib = library()
-        first, keep_first = _norms_desc(**norms)
-        second, keep_second = _projection_desc(**{"max_rows": max_rows, **projection})
-        third, keep_third = _store_desc(**store)
+        first, keep_first = norms_desc(**norms)
+        second, keep_second = projection_desc(**{"max_rows": max_rows, **projection})
+        third, keep_third = store_desc(**store)
         desc = _abi.ChainDesc()
         lib.ctxkv_chain_desc_init_sized(byref(desc), ctypes.sizeof(desc))
         desc.norms, desc.projection = ctypes.pointer(first), ctypes.pointer(second)
@@ -450,7 +228,7 @@ class Chain(_Caching):
         lists = _slots(slots)
         check(
             library().ctxkv_chain_run(
-                self.handle, byref(given), _pointer(where), lists.pointers, lists.count,
+                self.handle, byref(given), pointer(where), lists.pointers, lists.count,
                 stream or None,
             )
         )
@@ -507,12 +285,3 @@ def rope_table(
     look = _tensor.of(table, "table")
     check(library().ctxkv_rope_table(theta, dim, rows, byref(look)))
     return table
-
-
-
-def _forget_devices() -> None:
-    # A child of a fork opens its own devices: the parent's threads are not there.
-    device.cache_clear()
-
-
-os.register_at_fork(after_in_child=_forget_devices)

@@ -11,10 +11,12 @@ from typing import Any, Callable, Optional
 import numpy as np
 
 from . import golden
+from ._descriptors import Norm
+from ._device import Device
 from ._library import check, library
 from ._tensor import Tensor, of
 from .golden import Row
-from .plans import Chain, Device, Norm, Norms, Projection, Store
+from .plans import Chain, Norms, Projection, Store
 
 _RSQRT_HASH = 0xE97CB9514F40C1A6
 

@@ -20,8 +20,9 @@ from typing import Any, Optional, Sequence, Union
 
 import torch
 
+from ._descriptors import Norm
 from ._streams import assert_not_capturing, current_stream, device_of
-from .plans import Chain, FaultReport, Norm
+from .plans import Chain, FaultReport
 
 Slots = Union[None, torch.Tensor, Sequence[Optional[torch.Tensor]]]
 

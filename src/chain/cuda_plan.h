@@ -15,6 +15,18 @@ bool ctxkv__way_allowed(const char *name);
 static inline bool ctxkv__aligned(const void *p, unsigned bytes) {
     return (uintptr_t)p % bytes == 0;
 }
+// Whether every eighth element of every head of the cache lies on a multiple of so many bytes.
+static inline bool ctxkv__cache_wide(const struct ctxkv__cache *c, unsigned bytes) {
+    return ctxkv__aligned(c->k, bytes) && ctxkv__aligned(c->v, bytes) && !(c->k_block_stride % 8) &&
+           !(c->k_page_stride % 8) && !(c->k_head_stride % 8) && !(c->v_block_stride % 8) &&
+           !(c->v_page_stride % 8) && !(c->v_head_stride % 8);
+}
+// What the kernels' layers say of a cache, strides in elements: for their initialisers.
+#define CTXKV__OF_CACHE(c)                                                                         \
+    .k = (c)->k, .v = (c)->v, .slot_count = (c)->num_blocks * (c)->block_size,                     \
+    .block_size = (c)->block_size, .k_block = (c)->k_block_stride, .k_page = (c)->k_page_stride,   \
+    .k_head = (c)->k_head_stride, .v_block = (c)->v_block_stride, .v_page = (c)->v_page_stride,    \
+    .v_head = (c)->v_head_stride
 static inline int64_t ctxkv__ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }

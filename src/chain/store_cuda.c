@@ -115,17 +115,11 @@ static bool wide_stride(int64_t stride) {
     return stride >= 0 && stride % 8 == 0 && stride / 8 <= UINT32_MAX;
 }
 
-static bool cache_aligned(const struct ctxkv__cache *c) {
-    return ctxkv__aligned(c->k, 16) && ctxkv__aligned(c->v, 16) && !(c->k_block_stride % 8) &&
-           !(c->k_page_stride % 8) && !(c->k_head_stride % 8) && !(c->v_block_stride % 8) &&
-           !(c->v_page_stride % 8) && !(c->v_head_stride % 8);
-}
-
 static bool cache_fast(const struct ctxkv__cache *c) {
-    return cache_aligned(c) && wide_stride(c->k_block_stride) && wide_stride(c->k_page_stride) &&
-           wide_stride(c->k_head_stride) && wide_stride(c->v_block_stride) &&
-           wide_stride(c->v_page_stride) && wide_stride(c->v_head_stride) &&
-           c->num_blocks * c->block_size <= UINT32_MAX;
+    return ctxkv__cache_wide(c, 16) && wide_stride(c->k_block_stride) &&
+           wide_stride(c->k_page_stride) && wide_stride(c->k_head_stride) &&
+           wide_stride(c->v_block_stride) && wide_stride(c->v_page_stride) &&
+           wide_stride(c->v_head_stride) && c->num_blocks * c->block_size <= UINT32_MAX;
 }
 
 ctxkv_status ctxkv__cuda_store_bind(struct ctxkv_store *plan) {
@@ -143,16 +137,16 @@ static int log2_or_minus(int64_t n) {
 static ctxkv_store_fast_layer fast_layer(
     const struct ctxkv_store *plan, const struct ctxkv__store_call *call, int64_t l) {
     const struct ctxkv__cache *c = &plan->caches[l];
-    const struct store_gpu *g = plan->gpu;
+    const float *gain = ctxkv__cuda_store_k_gain(plan);
     return (ctxkv_store_fast_layer){
         .k_src = (const char *)call->k + l * call->k_layer_stride * 2,
         .v_src = (const char *)call->v + l * call->v_layer_stride * 2,
         .k = c->k,
         .v = c->v,
         .slots = (const long long *)call->slots[l].slots,
-        .k_weight = (const float *)(uintptr_t)g->k_gain + l * plan->desc.head_dim,
+        .k_weight = gain ? gain + l * plan->desc.head_dim : 0,
         .slot_count = c->num_blocks * c->block_size,
-        .rows = (unsigned)call->slots[l].rows,
+        .rows = call->slots[l].slots ? (unsigned)call->slots[l].rows : 0,
         .block_size = (unsigned)c->block_size,
         .block_shift = log2_or_minus(c->block_size),
         .k_block = (unsigned)(c->k_block_stride / 8),
@@ -167,24 +161,15 @@ static ctxkv_store_fast_layer fast_layer(
 static ctxkv_store_layer any_layer(
     const struct ctxkv_store *plan, const struct ctxkv__store_call *call, int64_t l) {
     const struct ctxkv__cache *c = &plan->caches[l];
-    const struct store_gpu *g = plan->gpu;
+    const float *gain = ctxkv__cuda_store_k_gain(plan);
     return (ctxkv_store_layer){
         .k_src = (const char *)call->k + l * call->k_layer_stride * 2,
         .v_src = (const char *)call->v + l * call->v_layer_stride * 2,
-        .k = c->k,
-        .v = c->v,
+        CTXKV__OF_CACHE(c),
         .slots = (const long long *)call->slots[l].slots,
-        .k_weight = (const float *)(uintptr_t)g->k_gain + l * plan->desc.head_dim,
-        .rows = call->slots[l].rows,
-        .slot_count = c->num_blocks * c->block_size,
-        .block_size = c->block_size,
-        .k_block = c->k_block_stride,
-        .k_page = c->k_page_stride,
-        .k_head = c->k_head_stride,
-        .v_block = c->v_block_stride,
-        .v_page = c->v_page_stride,
-        .v_head = c->v_head_stride,
-        .by2 = !cache_aligned(c),
+        .k_weight = gain ? gain + l * plan->desc.head_dim : 0,
+        .rows = call->slots[l].slots ? call->slots[l].rows : 0,
+        .by2 = !ctxkv__cache_wide(c, 16),
     };
 }
 
@@ -268,10 +253,7 @@ static ctxkv_status launch_fast(
     int64_t layers = plan->desc.num_layers;
     ctxkv_store_fast p;
     p.c = common(plan, call, 8);
-    for (int64_t l = 0; l < layers; l++) {
-        p.layer[l] = fast_layer(plan, call, l);
-        if (!p.layer[l].slots) p.layer[l].rows = 0;
-    }
+    for (int64_t l = 0; l < layers; l++) p.layer[l] = fast_layer(plan, call, l);
     return launch(plan, call, g->fast_kernel, most_rows, layers, &p);
 }
 
@@ -289,10 +271,7 @@ ctxkv_status ctxkv__cuda_store_launch(
         if (!most) continue;
         p.c = common(plan, call, 1);
         p.c.first_layer = (int)first;
-        for (int64_t l = 0; l < count; l++) {
-            p.layer[l] = any_layer(plan, call, first + l);
-            if (!p.layer[l].slots) p.layer[l].rows = 0;
-        }
+        for (int64_t l = 0; l < count; l++) p.layer[l] = any_layer(plan, call, first + l);
         ctxkv_status status = launch(plan, call, g->any_kernel, most, count, &p);
         if (status) return status;
     }

@@ -35,10 +35,7 @@ enum ctxkv__kernel ctxkv__cuda_store_general_kernel(int64_t head_dim) {
 
 // Eight elements of a head are written at once where they always lie on a multiple of their size.
 static bool cache_wide(const struct ctxkv__cache *c, ctxkv_cache_type type) {
-    unsigned bytes = type == CTXKV_CACHE_BF16 || type == CTXKV_CACHE_FP16 ? 16 : 8;
-    return ctxkv__aligned(c->k, bytes) && ctxkv__aligned(c->v, bytes) && !(c->k_block_stride % 8) &&
-           !(c->k_page_stride % 8) && !(c->k_head_stride % 8) && !(c->v_block_stride % 8) &&
-           !(c->v_page_stride % 8) && !(c->v_head_stride % 8);
+    return ctxkv__cache_wide(c, type == CTXKV_CACHE_BF16 || type == CTXKV_CACHE_FP16 ? 16 : 8);
 }
 
 static bool source_wide(const struct ctxkv_store *plan, const struct ctxkv__store_call *call) {
@@ -60,8 +57,7 @@ static ctxkv_general_layer layer_of(
     return (ctxkv_general_layer){
         .k_src = (const char *)call->k + l * call->k_layer_stride * 2,
         .v_src = d->v_from_k ? 0 : (const char *)call->v + l * call->v_layer_stride * 2,
-        .k = c->k,
-        .v = c->v,
+        CTXKV__OF_CACHE(c),
         .slots = (const long long *)slots->slots,
         .k_weight = gain ? gain + l * d->head_dim : 0,
         .table = table->data,
@@ -69,14 +65,6 @@ static ctxkv_general_layer layer_of(
         .v_scale = plan->scales[l].v,
         .max_position = table->max_position,
         .rows = slots->slots ? slots->rows : 0,
-        .slot_count = c->num_blocks * c->block_size,
-        .block_size = c->block_size,
-        .k_block = c->k_block_stride,
-        .k_page = c->k_page_stride,
-        .k_head = c->k_head_stride,
-        .v_block = c->v_block_stride,
-        .v_page = c->v_page_stride,
-        .v_head = c->v_head_stride,
         .rotary_dim = (int)table->rotary_dim,
         .flags = (table_wide ? CTXKV_GENERAL_TABLE_WIDE : 0) |
                  (cache_wide(c, d->cache_type) ? CTXKV_GENERAL_CACHE_WIDE : 0),

@@ -108,6 +108,37 @@ static bool is_mla(const char *name) {
                     !strcmp(name, "DSparkV41DraftModel"));
 }
 
+// Keys whose presence with another value means arithmetic that the chain does not have.
+static bool refuse_unsupported(const reader *in) {
+    if (lookup(in, "quantization_config") || lookup(in, "compression_config")) {
+        return io_fail(
+            in->error, "%s: quantization_config is given, quantised weights are not supported",
+            in->path);
+    }
+    const json_t *rank = lookup(in, "kv_lora_rank");
+    if (rank) return wrong(in, "kv_lora_rank", "absent: MLA drafts are not supported");
+    return true;
+}
+
+// A draft that the speculators library wrote: the layers' keys lie one level down, and the kind is
+// told by a name of its own.
+static bool open_speculators(reader *in, bool *found) {
+    static const char *const kinds[] = {"dflash", "dflash2", "dspark"};
+    const json_t *kind = lookup(in, "speculators_model_type");
+    const char *name = json_string_value(kind);
+    *found = kind != NULL;
+    if (!kind) return true;
+    bool known = false;
+    for (size_t i = 0; name && i < sizeof kinds / sizeof *kinds; ++i)
+        known |= !strcmp(name, kinds[i]);
+    if (!known) return wrong(in, "speculators_model_type", "dflash, dflash2 or dspark");
+    const json_t *layers = lookup(in, "transformer_layer_config");
+    if (!json_is_object(layers)) return wrong(in, "transformer_layer_config", "an object");
+    if (!refuse_unsupported(in)) return false;
+    in->root = layers;
+    return true;
+}
+
 static bool read_family(const reader *in, io_family *family) {
     static const char *const muse[] = {"MuseSpark", "muse_spark", "muse-spark", NULL};
     static const char *const drafts[] = {"DFlash",   "DSpark",      "XPress",
@@ -135,7 +166,9 @@ static bool read_family(const reader *in, io_family *family) {
         return io_fail(
             in->error, "%s: %s inserts by a kernel of its own: not supported", in->path, shown);
     }
-    if (!name || any_of(name, drafts)) return true;
+    // vLLM puts DFlash before the name of a Laguna draft, whose file has the target's own.
+    bool laguna = *family == IO_FAMILY_LAGUNA && json_is_object(lookup(in, "dflash_config"));
+    if (!name || laguna || any_of(name, drafts)) return true;
     return io_fail(
         in->error, "%s: architectures names %s, must be a MuseSpark, DFlash or DSpark draft",
         in->path, name);
@@ -275,18 +308,6 @@ static bool read_v_scale(const reader *in, io_config *config) {
         config->family == IO_FAMILY_MUSE ? "left out for Muse Spark" : "a finite number, not 0");
 }
 
-// Keys whose presence with another value means arithmetic that the chain does not have.
-static bool refuse_unsupported(const reader *in) {
-    if (lookup(in, "quantization_config") || lookup(in, "compression_config")) {
-        return io_fail(
-            in->error, "%s: quantization_config is given, quantised weights are not supported",
-            in->path);
-    }
-    const json_t *rank = lookup(in, "kv_lora_rank");
-    if (rank) return wrong(in, "kv_lora_rank", "absent: MLA drafts are not supported");
-    return true;
-}
-
 static bool check_shape(const reader *in, const io_config *config) {
     if (config->family == IO_FAMILY_MUSE) {
         if (config->hidden_size != 8192) return wrong(in, "hidden_size", "8192 for Muse Spark");
@@ -306,8 +327,11 @@ static bool check_shape(const reader *in, const io_config *config) {
     return true;
 }
 
-static bool read_config(const reader *in, io_config *config) {
-    if (!read_family(in, &config->family)) return false;
+static bool read_config(reader *in, io_config *config) {
+    bool speculators;
+    if (!open_speculators(in, &speculators)) return false;
+    config->family = IO_FAMILY_QWEN3;
+    if (!speculators && !read_family(in, &config->family)) return false;
     bool muse = config->family == IO_FAMILY_MUSE, gemma = config->family == IO_FAMILY_GEMMA4;
     // The heads of Gemma 4's full attention are of another number and width.
     const char *kv_key = gemma && lookup(in, "num_global_key_value_heads")
@@ -330,10 +354,6 @@ static bool read_config(const reader *in, io_config *config) {
         !read_flag(in, "attention_bias", false, &config->bias) || !check_layer_types(in, config) ||
         !read_rope(in, config) || !read_pairs(in, config) || !read_v_scale(in, config)) {
         return false;
-    }
-    if (!muse && (!config->affine || config->zero_centered)) {
-        const char *key = config->affine ? "norm_zero_centered_gamma" : "norm_affine";
-        return wrong(in, key, "left out for drafts of this kind");
     }
     return check_shape(in, config) && refuse_unsupported(in);
 }

@@ -265,7 +265,8 @@ static bool load(const loader *in) {
     bool hidden = config->affine && !laguna, layers = config->affine && (muse || laguna);
     if (hidden && !load_norm(in, "hidden_norm.weight", &in->draft->hidden)) return false;
     if (layers && !load_layer_norms(in)) return false;
-    if (!muse && (!load_k_norm(in) || (config->bias && !load_bias(in)))) return false;
+    if (!muse && config->affine && !load_k_norm(in)) return false;
+    if (config->bias && !load_bias(in)) return false;
     return load_weights(in);
 }
 

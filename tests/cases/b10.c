@@ -89,34 +89,19 @@ static void small_chain_new(struct small_chain *c, const struct place *place, in
     uint16_t values[COLUMNS * SMALL];
     fill_bf16(values, COLUMNS * SMALL, 11, 1.0f);
     const DLTensor *w = operand_new(&c->w, place, BF16, 2, DIMS(COLUMNS, SMALL), values);
-    ctxkv_norms_desc n;
-    ctxkv_norms_desc_init(&n);
-    n.hidden_size = SMALL;
-    n.num_layers = 1;
-    n.hidden.kind = CTXKV_NORM_RMS;
     uint16_t gains[SMALL];
     fill_same(gains, SMALL, 0x3F80);
     struct operand gain;
-    n.hidden_weight = operand_new(&gain, place, BF16, 1, DIMS(SMALL), gains);
-    n.layer.kind = CTXKV_NORM_ABSENT;
-    ctxkv_projection_desc p;
-    ctxkv_projection_desc_init(&p);
-    p.hidden_size = SMALL;
-    p.num_layers = p.num_kv_heads = 1;
-    p.weights = &w;
-    p.weight_count = 1;
-    p.max_rows = max_rows;
-    ctxkv_store_desc s;
-    ctxkv_store_desc_init(&s);
-    s.num_layers = s.num_kv_heads = 1;
-    ctxkv_chain_desc d;
-    ctxkv_chain_desc_init(&d);
-    d.norms = &n;
-    d.projection = &p;
-    d.store = &s;
-    d.max_rows = max_rows;
-    assert_ok(ctxkv_chain_create(place->device, &d, &c->chain));
-    assert_ok(ctxkv_projection_create(place->device, &p, &c->projection));
+    struct chain_descs d;
+    chain_descs_init(&d, SMALL, 1, 1, max_rows);
+    d.norms.hidden.kind = CTXKV_NORM_RMS;
+    d.norms.hidden_weight = operand_new(&gain, place, BF16, 1, DIMS(SMALL), gains);
+    d.norms.layer.kind = CTXKV_NORM_ABSENT;
+    d.projection.weights = &w;
+    d.projection.weight_count = 1;
+    d.projection.max_rows = max_rows;
+    assert_ok(ctxkv_chain_create(place->device, &d.chain, &c->chain));
+    assert_ok(ctxkv_projection_create(place->device, &d.projection, &c->projection));
     operand_free(&gain, place); // copied by create
 }
 

@@ -40,28 +40,16 @@ static void chain(const struct place *place, const DLTensor *weights, const DLTe
     uint16_t *w = malloc(count * 2);
     fill_same(w, count, 0x3900); // 2^-13
     struct operand matrix, slots[LAYERS];
-    ctxkv_norms_desc n = norms_desc(&weights, 1);
-    ctxkv_projection_desc p;
-    ctxkv_projection_desc_init(&p);
-    p.num_layers = LAYERS;
-    p.num_kv_heads = 1;
     const DLTensor *stacked =
         operand_new(&matrix, place, BF16, 3, DIMS(LAYERS, COLUMNS, HIDDEN), w);
-    p.weights = &stacked;
-    p.weight_count = 1;
-    ctxkv_store_desc s;
-    ctxkv_store_desc_init(&s);
-    s.num_layers = LAYERS;
-    s.num_kv_heads = 1;
-    s.k_eps = 1e-6f;
-    ctxkv_chain_desc d;
-    ctxkv_chain_desc_init(&d);
-    d.norms = &n;
-    d.projection = &p;
-    d.store = &s;
-    d.max_rows = 1;
+    struct chain_descs d;
+    chain_descs_init(&d, HIDDEN, LAYERS, 1, 1);
+    d.norms = norms_desc(&weights, 1);
+    d.projection.weights = &stacked;
+    d.projection.weight_count = 1;
+    d.store.k_eps = 1e-6f;
     ctxkv_chain *chain;
-    assert_ok(ctxkv_chain_create(place->device, &d, &chain));
+    assert_ok(ctxkv_chain_create(place->device, &d.chain, &chain));
     struct caches c;
     caches_new(&c, place, LAYERS, 2, 16, 1);
     const DLTensor *slot[LAYERS];

@@ -12,34 +12,19 @@
 static ctxkv_chain *chain_new(
     const struct place *place, const DLTensor *w, const DLTensor *hidden, const DLTensor *bias,
     const DLTensor *k_weight) {
-    ctxkv_norms_desc n;
-    ctxkv_norms_desc_init(&n);
-    n.hidden_size = SMALL;
-    n.num_layers = 1;
-    n.hidden.kind = CTXKV_NORM_RMS;
-    n.hidden_weight = hidden;
-    n.layer.kind = CTXKV_NORM_ABSENT;
-    ctxkv_projection_desc p;
-    ctxkv_projection_desc_init(&p);
-    p.hidden_size = SMALL;
-    p.num_layers = p.num_kv_heads = 1;
-    p.weights = &w;
-    p.weight_count = 1;
-    p.bias = bias;
-    p.max_rows = ROWS;
-    ctxkv_store_desc s;
-    ctxkv_store_desc_init(&s);
-    s.num_layers = s.num_kv_heads = 1;
-    s.k_norm = CTXKV_K_NORM_RMS;
-    s.k_norm_weight = k_weight;
-    ctxkv_chain_desc d;
-    ctxkv_chain_desc_init(&d);
-    d.norms = &n;
-    d.projection = &p;
-    d.store = &s;
-    d.max_rows = ROWS;
+    struct chain_descs d;
+    chain_descs_init(&d, SMALL, 1, 1, ROWS);
+    d.norms.hidden.kind = CTXKV_NORM_RMS;
+    d.norms.hidden_weight = hidden;
+    d.norms.layer.kind = CTXKV_NORM_ABSENT;
+    d.projection.weights = &w;
+    d.projection.weight_count = 1;
+    d.projection.bias = bias;
+    d.projection.max_rows = ROWS;
+    d.store.k_norm = CTXKV_K_NORM_RMS;
+    d.store.k_norm_weight = k_weight;
     ctxkv_chain *chain;
-    assert_ok(ctxkv_chain_create(place->device, &d, &chain));
+    assert_ok(ctxkv_chain_create(place->device, &d.chain, &chain));
     return chain;
 }
 

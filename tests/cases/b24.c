@@ -33,29 +33,13 @@ static void rank(
         weights[part] = tensor_on(
             &halves[part], place, w->buffer.data + (part * heads + first) * HEAD * HIDDEN * 2, BF16,
             2, DIMS(local * HEAD, HIDDEN), 0);
-    ctxkv_norms_desc n;
-    ctxkv_norms_desc_init(&n);
-    n.num_layers = 1;
-    n.hidden.eps = n.layer.eps = 1e-6f;
-    ctxkv_projection_desc p;
-    ctxkv_projection_desc_init(&p);
-    p.num_layers = 1;
-    p.num_kv_heads = local;
-    p.weights = weights;
-    p.weight_count = 2;
-    ctxkv_store_desc s;
-    ctxkv_store_desc_init(&s);
-    s.num_layers = 1;
-    s.num_kv_heads = local;
-    s.k_eps = 1e-6f;
-    ctxkv_chain_desc d;
-    ctxkv_chain_desc_init(&d);
-    d.norms = &n;
-    d.projection = &p;
-    d.store = &s;
-    d.max_rows = 1;
+    struct chain_descs d;
+    chain_descs_init(&d, HIDDEN, 1, local, 1);
+    d.norms.hidden.eps = d.norms.layer.eps = d.store.k_eps = 1e-6f;
+    d.projection.weights = weights;
+    d.projection.weight_count = 2;
     ctxkv_chain *chain;
-    assert_ok(ctxkv_chain_create(place->device, &d, &chain));
+    assert_ok(ctxkv_chain_create(place->device, &d.chain, &chain));
     struct caches c;
     caches_new(&c, place, 1, 2, 16, local);
     for (int64_t h = 0; h < local; h++)

@@ -104,6 +104,12 @@ def test_bash_values(folder):
     assert bash("ctxkv", "run", "--projection", "") == {"auto", "exact", "cublas"}
     assert bash("ctxkv", "run", "--cpu-mask", "=") == {"scalar", "avx2", "avx512"}
     assert bash("ctxkv", "run", "--threads", "") == set()
+    caches = {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2"}
+    for command in ("run", "bench", "diagnose"):
+        assert bash("ctxkv", command, "--cache-type", "=") == caches
+    for command in ("synth", "bench"):
+        assert bash("ctxkv", command, "--family", "") == {"muse", "qwen3", "laguna", "gemma4"}
+    assert bash("ctxkv", "synth", "--table-type", "=", "fp") == {"fp16", "fp32"}
     assert bash("ctxkv", "run", "--model", "=", "some", cwd=folder) == {"somefolder"}
     assert bash("ctxkv", "run", "-c", "some", cwd=folder) == {"somefile", "somefolder"}
     assert bash("ctxkv", "synth", "some", cwd=folder) == {"somefolder"}

@@ -176,23 +176,3 @@ def test_qwen3_bias(tmp_path):
     nested = {**config, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
     (folder / "config.json").write_text(json.dumps(nested))
     refused(*run_args(folder, context, tmp_path / "no"), words=["rope_parameters"])
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"partial_rotary_factor": 0.5}, ["partial RoPE"]),
-        ({"dflash_config": {"attention_value_scale": 0.5}}, ["a scale of V"]),
-        ({"is_neox_style": False}, ["GPT-J pairs"]),
-    ],
-)
-def test_diagnose_refuses_what_it_does_not_search(tmp_path, change, words):
-    folder = tmp_path / "d"
-    shape = ["--kv-heads", 2, "--layers", 2, "--rows", 6, "--hidden-size", 256]
-    ok("synth", folder, "--family", "qwen3", *shape)
-    context = folder / "context.safetensors"
-    ok(*run_args(folder, context, tmp_path / "o"))
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    call = ["diagnose", "--model", folder, "--context", context, "--cache", tmp_path / "o"]
-    refused(*call, words=[*words, "ctxkv run"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libctxkv on torch tensors by ctypes, for the device tests and bench/gpu_bench.py (no package needed)."""
+"""libctxkv on torch tensors by ctypes, for the device tests and the benchmarks (no package needed)."""
 
 import ctypes as C
 import os

@@ -1,27 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chain once more, a value at a time and independent of ctxkv diagnose, with faults planted by
-// name: plant MODEL CONTEXT OUT BLOCK_SIZE BLOCKS FILL TP_SIZE TP_RANK [FAULT ...]
+// name: plant MODEL CONTEXT OUT BLOCK_SIZE BLOCKS FILL TP_SIZE TP_RANK CACHE_TYPE [FAULT ...]
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "context.h"
-#include "ctxkv/ctxkv.h"
-#include "draft.h"
 #include "generator.h"
-#include "safetensors.h"
+#include "plant.h"
 
 static char **faults;
 static int fault_count;
 static uint8_t asked[64];
-static io_draft draft, other;
-static io_context ctx;
-static int64_t L, T, H, D, dim, BS, NB, tp_size, tp_rank;
-static int muse;
+io_draft draft;
+static io_draft other;
+io_context ctx;
+int64_t L, T, H, D, dim;
+static int64_t BS, NB, tp_size, tp_rank;
+int muse, kind;
 
-static int on(const char *name) {
+int on(const char *name) {
     for (int i = 0; i < fault_count; ++i) {
         if (strcmp(faults[i], name)) continue;
         asked[i] = 1;
@@ -30,30 +29,30 @@ static int on(const char *name) {
     return 0;
 }
 
-static void die(const char *text) {
+void die(const char *text) {
     fprintf(stderr, "plant: %s\n", text);
     exit(2);
 }
 
-static float wide(uint16_t h) {
+float wide(uint16_t h) {
     uint32_t b = (uint32_t)h << 16;
     float x;
     memcpy(&x, &b, 4);
     return x;
 }
 
-static float round16(float x) {
+float round16(float x) {
     return wide(ctxkv_bf16(x));
 }
 
-static float at(const io_view *view, int64_t i) {
+float at(const io_view *view, int64_t i) {
     float x;
     if (view->tensor.dtype.bits == 16) return wide(((const uint16_t *)view->tensor.data)[i]);
     memcpy(&x, (const char *)view->tensor.data + 4 * i, 4);
     return x;
 }
 
-static int64_t layer_of(int64_t l, const char *first, const char *forward, const char *back) {
+int64_t layer_of(int64_t l, const char *first, const char *forward, const char *back) {
     if (on(first) || on("layer0_weights")) return 0;
     if (on(forward) || on("layers_rotated_forward")) return (l + 1) % L;
     if (on(back) || on("layers_rotated_back")) return (l + L - 1) % L;
@@ -61,7 +60,7 @@ static int64_t layer_of(int64_t l, const char *first, const char *forward, const
 }
 
 // ---- norms -------------------------------------------------------------------------------------
-static float tree(float *s, int n) {
+float tree(float *s, int n) {
     for (; n > 1; n /= 2)
         for (int i = 0; i < n / 2; ++i) s[i] += s[i + n / 2];
     return s[0];
@@ -104,7 +103,7 @@ static float muse_sum(const float *v, int contract) {
     return tree(warps, 8);
 }
 
-static float rms_sum(const float *v, int64_t n, int64_t most) {
+float rms_sum(const float *v, int64_t n, int64_t most) {
     int64_t threads = n / 8 < most ? n / 8 : most;
     float total = 0;
     for (int64_t w = 0; w * 32 < threads; ++w) {
@@ -120,7 +119,7 @@ static float rms_sum(const float *v, int64_t n, int64_t most) {
     return total;
 }
 
-static float eps_of(const char *suffix) {
+float eps_of(const char *suffix) {
     static const struct {
         const char *name;
         float eps;
@@ -158,7 +157,7 @@ static void norm(float *v, const io_view *weight, const char *suffix) {
             : on("norm_rsqrt_divide") ? 1 / sqrtf(mean)
                                       : ctxkv_rsqrt(mean, 1);
     } else {
-        int large = T >= 256;
+        int large = (draft.config.family == IO_FAMILY_LAGUNA ? L * T : T) >= 256;
         if (on("order_rms_256")) large = 1;
         if (on("order_rms_1024")) large = 0;
         r = ctxkv_rsqrt(rms_sum(v, D, large ? 256 : 1024) / (float)D + eps, 0);
@@ -173,13 +172,14 @@ static void norm(float *v, const io_view *weight, const char *suffix) {
 static void normed(int64_t l, int64_t t, uint16_t *out) {
     float *v = malloc((size_t)D * sizeof *v);
     for (int64_t i = 0; i < D; ++i) v[i] = wide(ctx.hidden[t * D + i]);
-    if (!on("hidden_norm_skipped")) norm(v, &draft.hidden, "hidden");
+    int laguna = draft.config.family == IO_FAMILY_LAGUNA;
+    if (!laguna && !on("hidden_norm_skipped")) norm(v, &draft.hidden, "hidden");
     for (int64_t i = 0; i < D && !on("hidden_norm_unrounded"); ++i) v[i] = round16(v[i]);
     int64_t from = layer_of(
         l, "layer0_norm_weight", "norm_weights_rotated_forward", "norm_weights_rotated_back");
     const io_view *weight = draft.layer_norms ? &draft.layer_norms[from] : NULL;
     if (on("hidden_weight_for_layers")) weight = &draft.hidden;
-    if (muse && !on("layer_norm_skipped")) norm(v, weight, "layer");
+    if ((muse || laguna) && !on("layer_norm_skipped")) norm(v, weight, "layer");
     for (int64_t i = 0; i < D; ++i) out[i] = ctxkv_bf16(v[i]);
     free(v);
 }
@@ -232,6 +232,21 @@ static const uint16_t *q_rows(int64_t l) {
     return (const uint16_t *)tensor->data;
 }
 
+// The projection's output with its bias, as BF16.
+static float projected(int64_t l, int part, int64_t n, float sum) {
+    int after = draft.config.family == IO_FAMILY_LAGUNA;
+    const io_view *bias = on("other_tp_rank") ? &other.bias : &draft.bias;
+    if (on("bias_after_rounding")) after = 1;
+    if (on("bias_before_rounding")) after = 0;
+    if (draft.parts == 1 || on("v_of_k")) part = 0;
+    if (!bias->tensor.data || on("bias_missing") || on(part ? "bias_missing_v" : "bias_missing_k"))
+        return round16(sum);
+    if (on("kv_bias_swapped")) part = 1 - part;
+    if (on("layer0_bias") || on("layer0_weights")) l = 0;
+    float b = at(bias, (draft.parts * l + part) * H * dim + n);
+    return round16((after ? round16(sum) : sum) + b);
+}
+
 // One weight row, copied.
 static void weight_row(int64_t layer, int part, int64_t n, uint16_t *w) {
     int64_t l = layer_of(
@@ -239,7 +254,9 @@ static void weight_row(int64_t layer, int part, int64_t n, uint16_t *w) {
     int64_t N = H * dim;
     const io_view *views = on("other_tp_rank") ? other.weights : draft.weights;
     if (on("kv_weights_swapped")) part = 1 - part;
-    const uint16_t *k = views[2 * l].tensor.data, *v = views[2 * l + 1].tensor.data;
+    int64_t parts = draft.parts;
+    if (on("v_of_k") || parts == 1) part = 0;
+    const uint16_t *k = views[parts * l].tensor.data, *v = views[parts * l + parts - 1].tensor.data;
     const uint16_t *own = part ? v : k;
     for (int64_t i = 0; i < D; ++i) {
         int64_t flat = i * 2 * N + part * N + n;
@@ -249,96 +266,6 @@ static void weight_row(int64_t layer, int part, int64_t n, uint16_t *w) {
         if (on("q_rows_for_kv")) w[i] = q_rows(l)[(part * N + n) * D + i];
         if (on("q_rows_for_k") && !part) w[i] = q_rows(l)[n * D + i];
     }
-}
-
-// ---- K norm, RoPE ------------------------------------------------------------------------------
-static void k_norm(int64_t l, float *k) {
-    float s[512], r, eps = eps_of("k");
-    if (on("k_norm_missing")) return;
-    int64_t from = layer_of(l, "layer0_k_norm_weight", "", "");
-    if (muse) {
-        for (int i = 0; i < 64; ++i) s[i] = k[i] * k[i];
-        float mean = fmaf(tree(s, 64), 1.0f / 64, eps);
-        r = on("k_norm_rsqrt_nearest")  ? (float)(1 / sqrt((double)mean))
-            : on("k_norm_rsqrt_divide") ? 1 / sqrtf(mean)
-                                        : ctxkv_rsqrt(mean, on("k_norm_rsqrt_ftz"));
-    } else {
-        r = ctxkv_rsqrt(rms_sum(k, dim, 1024) / (float)dim + eps, 0);
-    }
-    for (int64_t i = 0; i < dim; ++i) {
-        k[i] *= r;
-        if (!muse && !on("k_norm_weight_missing")) k[i] *= at(&draft.k_norm, from * dim + i);
-        if (!on("k_norm_unrounded")) k[i] = round16(k[i]);
-    }
-}
-
-static int64_t position_of(int64_t t) {
-    if (on("positions_other_order")) t = T - 1 - t;
-    if (on("positions_permuted")) t = (t * 5 + 3) % T;
-    return ctx.positions[t] + on("positions_plus_1") - on("positions_minus_1");
-}
-
-static void table(int64_t position, float *c, float *s) {
-    static const char *const names[] = {
-        "theta_10000", "theta_500000", "theta_1000000", "theta_5000000", "theta_10000000"};
-    static const float values[] = {1e4f, 5e5f, 1e6f, 5e6f, 1e7f};
-    float theta = draft.config.theta, inverse[256];
-    int fresh = !ctx.cos_sin || on("table_from_theta") || on("table_fp32") || on("table_cpu") ||
-                on("table_fp64");
-    for (int i = 0; i < 5; ++i) {
-        if (!on(names[i])) continue;
-        theta = values[i];
-        fresh = 1;
-    }
-    ctxkv_rope_inv_freq(theta, dim, inverse);
-    ctxkv_rope_row(inverse, dim / 2, position, c, s);
-    for (int64_t j = 0; j < dim / 2; ++j) {
-        if (on("table_cpu")) {
-            float f = 1 / (float)pow(theta, (float)(2 * j) / (float)dim);
-            c[j] = (float)cos((double)((float)position * f));
-            s[j] = (float)sin((double)((float)position * f));
-        }
-        if (on("table_fp64")) {
-            c[j] = (float)cos((double)position / pow(theta, 2.0 * (double)j / (double)dim));
-            s[j] = (float)sin((double)position / pow(theta, 2.0 * (double)j / (double)dim));
-        }
-        if (!on("table_fp32")) c[j] = round16(c[j]), s[j] = round16(s[j]);
-        if (!fresh) {
-            const uint16_t *given = ctx.cos_sin;
-            c[j] = wide(given[position * dim + j]);
-            s[j] = wide(given[position * dim + dim / 2 + j]);
-        }
-    }
-}
-
-static void rope(int64_t t, float *k) {
-    float c[256], s[256];
-    int pairs = muse;
-    if (!draft.config.rope || on("rope_missing")) return;
-    if (on("rope_neox")) pairs = 0;
-    if (on("rope_gptj")) pairs = 1;
-    table(position_of(t), c, s);
-    for (int turn = 0; turn < 1 + on("rope_twice"); ++turn) {
-        for (int64_t j = 0; j < dim / 2; ++j) {
-            float *a = pairs ? k + 2 * j : k + j, *b = pairs ? a + 1 : a + dim / 2, x = *a, y = *b;
-            *a = round16(fmaf(x, c[j], -(y * s[j])));
-            *b = round16(fmaf(y, c[j], x * s[j]));
-        }
-    }
-}
-
-// ---- the cache ---------------------------------------------------------------------------------
-static uint16_t half_bits(uint16_t h) {
-    // FP16, to nearest even, by the C library; clang 14 has no _Float16 here.
-    float x = wide(h), magnitude = fabsf(x);
-    uint16_t sign = h & 0x8000;
-    if (isnan(x)) return sign | 0x7E00 | (h & 0x7F) << 3;
-    if (magnitude >= 65520.0f) return sign | 0x7C00;
-    int exponent;
-    frexpf(magnitude, &exponent);
-    if (magnitude < 0x1p-14f) exponent = -13; // subnormals share the lowest exponent
-    uint32_t units = (uint32_t)rintf(ldexpf(magnitude, 11 - exponent));
-    return (uint16_t)(sign | (((uint32_t)(exponent + 13) << 10) + units));
 }
 
 // Element offset of a row's head; -1: not written.
@@ -371,23 +298,6 @@ static int64_t offset_of(int64_t l, int64_t t, int64_t h) {
     return cell < NB * H * BS ? cell * 2 * dim : -1;
 }
 
-static void store(uint16_t *cache, int64_t l, int64_t t, int64_t h, const float *kv) {
-    float k[512];
-    uint16_t out[2][512];
-    memcpy(k, kv, (size_t)dim * sizeof *k);
-    k_norm(l, k);
-    rope(t, k);
-    int64_t to = offset_of(l, t, h);
-    for (int64_t i = 0; i < dim; ++i) {
-        out[on("kv_swapped")][i] = ctxkv_bf16(k[i]);
-        out[!on("kv_swapped")][i] = ctxkv_bf16(kv[dim + i]);
-    }
-    for (int64_t i = 0; i < dim && to >= 0; ++i) {
-        cache[to + i] = on("fp16_bits") ? half_bits(out[0][i]) : out[0][i];
-        cache[to + dim + i] = on("fp16_bits") ? half_bits(out[1][i]) : out[1][i];
-    }
-}
-
 static void compute(uint16_t *const *caches) {
     uint16_t *x = malloc((size_t)(T * D) * 2), *w = malloc((size_t)D * 2);
     float *kv = malloc((size_t)(T * H * 2 * dim) * sizeof *kv);
@@ -396,10 +306,16 @@ static void compute(uint16_t *const *caches) {
         for (int64_t i = 0; i < H * 2 * dim; ++i) {
             int64_t h = i / 2 / dim, part = i / dim % 2, n = h * dim + i % dim;
             weight_row(l, (int)part, n, w);
-            for (int64_t t = 0; t < T; ++t) kv[t * H * 2 * dim + i] = round16(dot(x + t * D, w));
+            for (int64_t t = 0; t < T; ++t)
+                kv[t * H * 2 * dim + i] = projected(l, (int)part, n, dot(x + t * D, w));
         }
         for (int64_t t = 0; t < T; ++t)
-            for (int64_t h = 0; h < H; ++h) store(caches[l], l, t, h, kv + (t * H + h) * 2 * dim);
+            for (int64_t h = 0; h < H; ++h) {
+                uint16_t cell[2 * MAX_DIM];
+                int64_t to = offset_of(l, t, h);
+                finish(l, t, kv + (t * H + h) * 2 * dim, cell);
+                if (to >= 0) memcpy(caches[l] + to, cell, (size_t)dim * 4);
+            }
     }
     free(x);
     free(w);
@@ -484,9 +400,12 @@ static int find_rows(const char *path, char **names, int count) {
 
 int main(int argc, char **argv) {
     io_error error;
-    if (argc < 9) die("usage: plant MODEL CONTEXT OUT BLOCK_SIZE BLOCKS FILL TP_SIZE TP_RANK ...");
-    faults = argv + 9;
-    fault_count = argc - 9;
+    static const char *const kinds[] = {"bf16", "fp16", "fp8_e4m3", "fp8_e5m2"};
+    static const io_dtype dtypes[] = {IO_BF16, IO_F16, IO_F8_E4M3, IO_F8_E5M2};
+    if (argc < 10) die("usage: plant MODEL CONTEXT OUT BLOCK_SIZE BLOCKS FILL TP_SIZE TP_RANK ...");
+    faults = argv + 10;
+    fault_count = argc - 10;
+    while (strcmp(kinds[kind], argv[9])) ++kind;
     BS = atoll(argv[4]), NB = atoll(argv[5]), tp_size = atoll(argv[7]), tp_rank = atoll(argv[8]);
     if (!io_draft_open(&draft, argv[1], tp_size, tp_rank, &error) ||
         !io_draft_open(&other, argv[1], tp_size, (tp_rank + 1) % tp_size, &error) ||
@@ -504,13 +423,21 @@ int main(int argc, char **argv) {
         caches[l] = malloc((size_t)count * 2);
         fill(caches[l], count, argv[6], (uint64_t)l);
         entries[l] = (io_entry){
-            .dtype = IO_BF16, .rank = 4, .shape = {NB, H, BS, 2 * dim}, .data = caches[l]};
+            .dtype = dtypes[kind], .rank = 4, .shape = {NB, H, BS, 2 * dim}, .data = caches[l]};
         snprintf(entries[l].name, sizeof entries[l].name, "kv_cache.%" PRId64, l);
     }
     if (!on("nothing_written")) compute(caches);
     for (int i = 0; i < fault_count; ++i) {
         if (!asked[i]) die(faults[i]);
     }
+    for (int64_t l = 0; l < L && kind >= 2; ++l) // an FP8 value is a byte
+        for (int64_t i = 0; i < count; ++i) ((uint8_t *)caches[l])[i] = (uint8_t)caches[l][i];
     if (!io_safetensors_write(argv[3], entries, (size_t)L, NULL, NULL, &error)) die(error.text);
+    for (int64_t l = 0; l < L; ++l) free(caches[l]);
+    free(caches);
+    free(entries);
+    io_context_close(&ctx);
+    io_draft_close(&draft);
+    io_draft_close(&other);
     return 0;
 }

@@ -119,8 +119,8 @@ def rows_model(name, faults, *synth, tp=(2, 0), weights=None):
     """Few rows show a change of a last bit in a norm: plant looks for some."""
     model = Model(name, *synth, slots=None, weights=weights)
     found = os.path.join(WORK, name + "-rows")
-    call(PLANT, model.folder, model.context, found, "20", "32", "0", *map(str, tp), "find_rows",
-         *faults)
+    call(PLANT, model.folder, model.context, found, "20", "32", "0", *map(str, tp), "bf16",
+         "find_rows", *faults)
     tensors = read(model.context) | read(found)
     rows = tensors["hidden_states"][1][0]
     # Rows of slot -1 are not compared: all rows have slots here.
@@ -136,11 +136,28 @@ def own_table(tensors):
     tensors["cos_sin_cache"] = ("BF16", [64, 64], words.tobytes())
 
 
+def scales(*of_v):
+    """A division by 7/2^n is seldom the product with its reciprocal, which is not exact."""
+    def context(tensors):
+        of_k = [7 / 32, 7 / 16, 7 / 8]
+        for name, values in (("k_scales", of_k), ("v_scales", of_v or of_k)):
+            tensors[name] = ("F32", [L], array.array("f", values).tobytes())
+    return context
+
+
 # With and without fma is the same where squares of BF16 values are summed, which are exact.
 ROWS = ["order_packed", "order_thread_fma", "order_thread", "order_row_fma", "order_row",
         "norm_rsqrt_nearest", "norm_rsqrt_divide"]
 MUSE = ("--kv-heads", "2", "--layers", str(L), "--rows", str(T), "--zero-centered")
 QWEN = ("--family", "qwen3", "--kv-heads", "1", "--hidden-size", "4096", "--head-dim", "64")
+SMALL = ("--kv-heads", "2", "--hidden-size", "256", "--layers", str(L), "--rows", str(T),
+         "--max-position", "256")
+# Every option of the Qwen3 kind at once, and the other kinds.
+OPTIONS = ("--family", "qwen3", *SMALL, "--head-dim", "64", "--bias", "--v-scale", "0.7",
+           "--rotary-dim", "32", "--zero-centered", "--fp32-norms", "--layer-tables",
+           "--table-type", "fp32")
+LAGUNA = ("--family", "laguna", *SMALL, "--head-dim", "64", "--bias", "--rotary-dim", "48")
+GEMMA = ("--family", "gemma4", *SMALL[:-2], "--head-dim", "128", "--bias")
 MODELS = {}
 
 
@@ -162,6 +179,22 @@ def make_models():
         "qwen4": lambda: rows_model("qwen4", ["order_rms_256"], *QWEN, "--layers", "3", "--rows",
                                     "4", tp=(1, 0)),
         "qwen": lambda: Model("qwen", *QWEN, "--layers", "3", "--rows", str(T)),
+        "options": lambda: Model("options", *OPTIONS),
+        "half": lambda: Model("half", *OPTIONS[:-1], "fp16", "--gptj"),
+        "laguna": lambda: Model("laguna", *LAGUNA),
+        # 86 rows in three layers are 258 rows of its norms.
+        "laguna4": lambda: rows_model("laguna4", ["order_rms_256"], *LAGUNA, "--hidden-size",
+                                      "4096", "--rows", "4"),
+        "laguna86": lambda: Model("laguna86", *LAGUNA, "--hidden-size", "4096", "--rows", "86",
+                                  slots=None),
+        "gemma": lambda: Model("gemma", *GEMMA),
+        "gemma5": lambda: Model("gemma5", *GEMMA, config={"rms_norm_eps": 1e-5},
+                                **small_values(-10, 0)),
+        "gemma6": lambda: Model("gemma6", *GEMMA, **small_values(-10, 0)),
+        "bare": lambda: Model("bare", "--family", "qwen3", *SMALL, "--no-affine", "--nope"),
+        "fp8": lambda: Model("fp8", *OPTIONS, context=scales(0.3, 0.7, 1.1)),
+        "loud": lambda: Model("loud", *OPTIONS, context=scales(1e-3, 2e-3, 3e-3)),
+        "louder": lambda: Model("louder", *OPTIONS, context=scales(1e-5, 2e-5, 1e-5)),
         "qwen256": lambda: Model("qwen256", *QWEN, "--layers", "1", "--rows", "256", slots=None)}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for name, model in zip(make, pool.map(lambda f: f(), make.values())):
@@ -172,18 +205,19 @@ class Case:
     """faults: what is planted; names: what must be told, where that is another list."""
 
     def __init__(self, faults, names=None, model="muse", tp=(2, 0), fill="5a5a", before=False,
-                 shape=(20, 32), options=(), edit=None, check=None):
+                 shape=(20, 32), options=(), edit=None, check=None, cache="bf16"):
         self.faults, self.names = list(faults), list(names if names is not None else faults)
         self.model, self.tp, self.fill, self.before = model, tp, fill, before
         self.shape, self.options, self.edit, self.check = shape, options, edit, check
+        self.cache = cache
 
     def __str__(self):
-        return "+".join(self.faults or ["none"]) + f" on {self.model}, fill {self.fill}"
+        return "+".join(self.faults or ["none"]) + f" on {self.model}, {self.cache}, fill {self.fill}"
 
     def plant(self, path, faults):
         model = MODELS[self.model]
         call(PLANT, model.folder, model.context, path, *map(str, self.shape), self.fill,
-             *map(str, self.tp), *faults)
+             *map(str, self.tp), self.cache, *faults)
 
     def run(self):
         try:
@@ -268,6 +302,29 @@ SPECIAL = {  # faults that show only in other surroundings
     "order_rms_256": {"model": "qwen4", "tp": (1, 0)},
     "k_norm_rsqrt_nearest": {"model": "sparse"}, "k_norm_rsqrt_divide": {"model": "sparse"},
     "order_rms_1024": {"model": "qwen256", "tp": (1, 0)}}
+E4M3, E5M2 = ({"model": "fp8", "cache": f"fp8_{name}"} for name in ("e4m3", "e5m2"))
+NEW = {  # faults of the options, each where it shows
+    "gain_centre_missing_k": "options", "gain_centre_twice_k": "options",
+    "eps_1e_5_v": "gemma6", "eps_1e_6_v": "gemma5", "eps_0_v": "gemma5",
+    "bias_missing": "options", "bias_missing_k": "gemma", "bias_missing_v": "options",
+    "bias_before_rounding": "laguna", "bias_after_rounding": "gemma", "layer0_bias": "options",
+    "kv_bias_swapped": "laguna", "rope_whole_head": "laguna", "rope_half_head": "laguna",
+    "rope_quarter_head": "options", "rope_last_columns": "laguna",
+    "rope_angles_of_head": "laguna", "layer0_table": "options", "table_bf16": "options",
+    "table_fp16": "options", "v_norm_missing": "gemma", "v_norm_added": "laguna",
+    "v_norm_weighted": "gemma", "v_of_k": "options", "v_of_normed_k": "gemma",
+    "v_of_rotated_k": "gemma", "v_scale_missing": "options", "v_scale_twice": "options",
+    "v_scale_inverse": "options", "v_scale_bf16": "options"}
+SPECIAL |= {name: {"model": model} for name, model in NEW.items()}
+SPECIAL |= {"bf16_bits": {"model": "options", "cache": "fp16"},
+            "cast_unrounded": {"model": "options", "cache": "fp16"},
+            "e4m3_bits": E5M2, "e5m2_bits": E4M3,
+            "fp8_unsaturated": {"model": "loud", "cache": "fp8_e4m3"}}
+SCALES = ["missing", "multiplied", "reciprocal", "swapped"]
+SPECIAL |= {f"scales_{name}": E4M3 for name in SCALES}
+SPECIAL |= {"k_scales_for_v": E4M3, "layer0_scales": E5M2}
+NEW |= {name: None for name in SPECIAL if "scales" in name or "bits" in name or name in (
+    "cast_unrounded", "fp8_unsaturated")}
 SPECIAL |= {f"block_size_{name}": WIDE for name in BLOCKS}
 SPECIAL |= {name: {"model": "rows"} for name in ROWS}
 for where in ("", "_hidden", "_layer", "_k"):
@@ -296,7 +353,7 @@ def pair(name, changes, turn):
     rows = {"rope_neox": "RoPE", "slots_plus_1": "placement", "layer0_norm_weight": "layer norm",
             "kv_swapped": "store"}
     fits = [p for p in PARTNERS if p != name and rows[p] not in near]
-    partner = PARTNER_OF.get(name, fits[turn % len(fits)])
+    partner = PARTNER_OF.get(name, "slots_plus_1" if name in NEW else fits[turn % len(fits)])
     case.faults.append(partner)
     case.names.append(partner)
     return case
@@ -312,6 +369,27 @@ def all_cases():
               for model, tp in (("muse", (2, 0)), ("muse", (2, 1)), ("muse", (1, 0)),
                                 ("table", (1, 0)), ("qwen", (1, 0)), ("tiny", (2, 0)))
               for fill in ("5a5a", "random")]
+    cases += [Case([], model=model, cache=cache, tp=tp, fill=fill)
+              for model, cache in (("options", "bf16"), ("options", "fp16"), ("half", "bf16"),
+                                   ("fp8", "fp8_e4m3"), ("loud", "fp8_e5m2"), ("bare", "bf16"),
+                                   ("laguna", "bf16"), ("laguna86", "bf16"), ("gemma", "fp16"))
+              for tp, fill in (((2, 1), "5a5a"), ((1, 0), "random"))]
+    cases += [Case([name], model=model, cache=cache) for name, model, cache in (
+        ("rope_neox", "half", "bf16"), ("gain_centre_missing", "options", "bf16"),
+        ("gain_centre_twice", "laguna", "bf16"), ("layer0_weights", "laguna", "bf16"),
+        ("layer0_norm_weight", "laguna", "bf16"), ("layer0_kv_weight", "gemma", "bf16"),
+        ("layer0_k_norm_weight", "fp8", "fp8_e4m3"), ("other_tp_rank", "gemma", "fp16"),
+        ("other_tp_rank", "laguna", "bf16"), ("weights_transposed", "gemma", "bf16"),
+        ("weights_transposed_stacked", "laguna", "bf16"), ("kv_swapped", "fp8", "fp8_e5m2"),
+        ("kv_weights_swapped", "options", "fp16"), ("k_norm_missing", "gemma", "bf16"),
+        ("rope_missing", "gemma", "bf16"), ("hidden_norm_skipped", "gemma", "bf16"),
+        ("layer_norm_skipped", "laguna", "bf16"), ("positions_other_order", "half", "bf16"),
+        ("theta_10000", "laguna", "bf16"), ("table_fp64", "gemma", "bf16"),
+        ("stale_rows", "fp8", "fp8_e4m3"), ("slots_layer0", "loud", "fp8_e4m3"),
+        ("fp8_unsaturated", "louder", "fp8_e5m2"), ("v_norm_weighted", "options", "bf16"),
+        ("v_of_rotated_k", "options", "bf16"), ("bias_missing_v", "fp8", "fp8_e4m3"),
+        ("cast_unrounded", "fp8", "fp8_e4m3"), ("gain_in_bf16", "options", "bf16"),
+        ("order_rms_256", "laguna4", "bf16"), ("order_rms_1024", "laguna86", "bf16"))]
     cases += [Case([f"block_size_{n}_shape"], [f"block_size_{n}"], tp=(1, 0)) for n in BLOCKS]
     cases += [Case([f"projection_bf16_parts_{n}"], ["projection_bf16_parts"]) for n in (2, 7)]
     cases += [Case(["positions_permuted"], ["positions_other_order"])]

@@ -11,37 +11,25 @@ int64_t positions[FEW_ROWS], slots[FEW_ROWS];
 
 ctxkv_status chain_new(ctxkv_device *device, bool family, ctxkv_chain **chain) {
     struct tensor b[6];
-    ctxkv_norms_desc n;
-    ctxkv_projection_desc p;
-    ctxkv_store_desc s;
-    ctxkv_chain_desc c;
-    ctxkv_norms_desc_init(&n);
-    ctxkv_projection_desc_init(&p);
-    ctxkv_store_desc_init(&s);
-    ctxkv_chain_desc_init(&c);
-    n.num_layers = p.num_layers = s.num_layers = LAYERS;
-    p.num_kv_heads = s.num_kv_heads = HEADS;
-    n.hidden_weight = tensor_on(&b[0], &gpu, hidden, BF16, 1, DIMS(D), 0);
+    struct chain_descs d;
+    chain_descs_init(&d, D, LAYERS, HEADS, MOST_ROWS);
+    d.norms.hidden_weight = tensor_on(&b[0], &gpu, hidden, BF16, 1, DIMS(D), 0);
     const DLTensor *lw = tensor_on(&b[1], &gpu, layers, BF16, 2, DIMS(LAYERS, D), 0);
-    n.layer_weights = &lw;
-    n.layer_weight_count = 1;
+    d.norms.layer_weights = &lw;
+    d.norms.layer_weight_count = 1;
     if (family) {
-        n.hidden.kind = CTXKV_NORM_RMS;
-        n.layer.kind = CTXKV_NORM_ABSENT;
-        n.layer_weight_count = 0;
-        s.k_norm = CTXKV_K_NORM_RMS;
-        s.k_norm_weight = tensor_on(&b[2], &gpu, k_weight, BF16, 2, DIMS(LAYERS, 64), 0);
+        d.norms.hidden.kind = CTXKV_NORM_RMS;
+        d.norms.layer.kind = CTXKV_NORM_ABSENT;
+        d.norms.layer_weight_count = 0;
+        d.store.k_norm = CTXKV_K_NORM_RMS;
+        d.store.k_norm_weight = tensor_on(&b[2], &gpu, k_weight, BF16, 2, DIMS(LAYERS, 64), 0);
     }
     const DLTensor *w = tensor_on(&b[3], &gpu, weights, BF16, 3, DIMS(LAYERS, COLUMNS, D), 0);
-    p.weights = &w;
-    p.weight_count = 1;
-    s.rope = family ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
-    s.cos_sin = tensor_on(&b[4], &gpu, table, BF16, 2, DIMS(POSITIONS, 64), 0);
-    c.norms = &n;
-    c.projection = &p;
-    c.store = &s;
-    c.max_rows = MOST_ROWS;
-    return ctxkv_chain_create(device, &c, chain);
+    d.projection.weights = &w;
+    d.projection.weight_count = 1;
+    d.store.rope = family ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
+    d.store.cos_sin = tensor_on(&b[4], &gpu, table, BF16, 2, DIMS(POSITIONS, 64), 0);
+    return ctxkv_chain_create(device, &d.chain, chain);
 }
 
 ctxkv_status chain_bind(ctxkv_chain *chain, int offset) {

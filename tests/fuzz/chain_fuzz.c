@@ -12,9 +12,25 @@ struct chain_case {
     ctxkv_norms_desc norms;
     ctxkv_projection_desc projection;
     struct store_case store;
-    uint16_t *x, *hidden, *layer, *w, *bias;
-    int64_t way; // of handing the weights over: one tensor, L, or 2*L
+    uint16_t *x, *hidden, *layer, *w, *bias, *tables[MAX_L], *scales[2];
+    int64_t way;   // of handing the weights over: one tensor, L, or 2*L
+    int64_t parts; // 1: K alone, of which V is made
 };
+
+static int64_t columns_of(const struct chain_case *c) {
+    return c->parts * c->projection.num_kv_heads * c->projection.head_dim;
+}
+
+// A table for each layer, and what FP8 caches are divided by: any values. FP32: two noises each.
+static void more_options(struct input *in, struct chain_case *c) {
+    struct store_case *s = &c->store;
+    int64_t l = s->desc.num_layers;
+    int64_t each = s->table_rows * s->desc.rotary_dim * (s->table_type == FP32 ? 2 : 1);
+    bool tables = s->table && choose(in, 3) == 0;
+    for (int64_t i = 0; tables && i < l; i++) c->tables[i] = noise_new(in, each);
+    bool scales = s->desc.cache_type >= CTXKV_CACHE_FP8_E4M3 && choose(in, 4);
+    for (int part = 0; scales && part < 2; part++) c->scales[part] = noise_new(in, 2 * l);
+}
 
 static void case_new(struct input *in, struct chain_case *c) {
     bool row = choose(in, 16) == 0;
@@ -33,24 +49,30 @@ static void case_new(struct input *in, struct chain_case *c) {
     c->projection.num_layers = l;
     c->projection.num_kv_heads = s->desc.num_kv_heads;
     c->projection.head_dim = s->desc.head_dim;
-    int64_t columns = 2 * s->desc.num_kv_heads * s->desc.head_dim;
-    c->way = choose(in, 3);
+    c->parts = choose(in, 3) ? 2 : 1;
+    c->projection.k_only = s->desc.v_from_k = c->parts == 1;
+    c->projection.bias_add = choose(in, 2) ? CTXKV_BIAS_AFTER : CTXKV_BIAS_FUSED;
+    int64_t columns = columns_of(c);
+    c->way = choose(in, c->parts + 1);
     c->x = noise_new(in, s->rows * d);
     if (c->norms.hidden.kind != CTXKV_NORM_ABSENT && choose(in, 2)) c->hidden = noise_new(in, d);
     if (c->norms.layer.kind != CTXKV_NORM_ABSENT && choose(in, 2)) c->layer = noise_new(in, l * d);
     c->w = noise_new(in, l * columns * d);
     if (choose(in, 2)) c->bias = noise_new(in, l * columns);
+    more_options(in, c);
 }
 
 static void case_free(struct chain_case *c) {
     free(c->x), free(c->hidden), free(c->layer), free(c->w), free(c->bias);
+    for (int i = 0; i < MAX_L; i++) free(c->tables[i]);
+    free(c->scales[0]), free(c->scales[1]);
     store_free(&c->store);
 }
 
 // ---- the tensors that the descriptors name -----------------------------------------------------
 struct operands {
-    struct array hidden, layer, w[2 * MAX_L], bias, table, gain;
-    const DLTensor *layers, *weights[2 * MAX_L];
+    struct array hidden, layer, w[2 * MAX_L], bias, table[MAX_L], gain, scales[2][MAX_L];
+    const DLTensor *layers, *weights[2 * MAX_L], *tables[MAX_L], *scale_list[2][MAX_L];
     ctxkv_norms_desc norms;
     ctxkv_projection_desc projection;
     ctxkv_store_desc store;
@@ -59,7 +81,7 @@ struct operands {
 static void weights_new(
     struct input *in, const struct chain_case *c, bool is_plain, struct operands *o) {
     int64_t d = c->norms.hidden_size, l = c->norms.num_layers;
-    int64_t columns = 2 * c->projection.num_kv_heads * c->projection.head_dim;
+    int64_t columns = columns_of(c);
     int64_t count = is_plain || c->way == 0 ? 1 : c->way == 1 ? l : 2 * l;
     int64_t rows = l * columns / count;
     for (int64_t i = 0; i < count; i++) {
@@ -70,19 +92,43 @@ static void weights_new(
     o->projection.weight_count = count;
 }
 
+static void store_operands(struct input *in, const struct chain_case *c, struct operands *o) {
+    const struct store_case *s = &c->store;
+    int64_t l = c->norms.num_layers, count = !s->table ? 0 : c->tables[0] ? l : 1, one = 1;
+    for (int64_t i = 0; i < count; i++) {
+        const uint16_t *data = c->tables[0] ? c->tables[i] : s->table;
+        array_new(
+            in, &o->table[i], s->table_type, 2, DIMS(s->table_rows, s->desc.rotary_dim), data,
+            true);
+        o->tables[i] = &o->table[i].tensor.t;
+    }
+    if (c->tables[0]) {
+        o->store.layer_cos_sin = o->tables;
+        o->store.layer_cos_sin_count = l;
+    } else {
+        o->store.cos_sin = o->tables[0];
+    }
+    for (int part = 0; c->scales[0] && part < 2; part++) {
+        for (int64_t i = 0; i < l; i++) {
+            array_new(in, &o->scales[part][i], FP32, 1, &one, c->scales[part] + 2 * i, true);
+            o->scale_list[part][i] = &o->scales[part][i].tensor.t;
+        }
+    }
+    if (!c->scales[0]) return;
+    o->store.k_scales = o->scale_list[0];
+    o->store.v_scales = o->scale_list[1];
+    o->store.scale_count = l;
+}
+
 static void operands_new(
     struct input *in, const struct chain_case *c, bool is_plain, struct operands *o) {
     int64_t d = c->norms.hidden_size, l = c->norms.num_layers;
-    int64_t columns = 2 * c->projection.num_kv_heads * c->projection.head_dim;
+    int64_t columns = columns_of(c);
     const struct store_case *s = &c->store;
     *o = (struct operands){.norms = c->norms, .projection = c->projection, .store = s->desc};
     if (c->hidden) array_new(in, &o->hidden, BF16, 1, &d, c->hidden, is_plain);
     if (c->layer) array_new(in, &o->layer, BF16, 2, DIMS(l, d), c->layer, is_plain);
     if (c->bias) array_new(in, &o->bias, BF16, 2, DIMS(l, columns), c->bias, is_plain);
-    if (s->table)
-        array_new(
-            in, &o->table, s->table_type, 2, DIMS(s->table_rows, s->desc.rotary_dim), s->table,
-            true);
     if (s->gain) array_new(in, &o->gain, BF16, 2, DIMS(l, s->desc.head_dim), s->gain, is_plain);
     weights_new(in, c, is_plain, o);
     o->layers = &o->layer.tensor.t;
@@ -90,7 +136,7 @@ static void operands_new(
     o->norms.layer_weights = &o->layers;
     o->norms.layer_weight_count = c->layer ? 1 : 0;
     o->projection.bias = c->bias ? &o->bias.tensor.t : 0;
-    o->store.cos_sin = s->table ? &o->table.tensor.t : 0;
+    store_operands(in, c, o);
     o->store.k_norm_weight = s->gain ? &o->gain.tensor.t : 0;
 }
 
@@ -101,7 +147,10 @@ static void operands_copied(struct operands *o) {
 
 static void operands_free(struct operands *o) {
     for (int i = 0; i < 2 * MAX_L; i++) array_free(&o->w[i]);
-    array_free(&o->table);
+    for (int i = 0; i < MAX_L; i++) {
+        array_free(&o->table[i]);
+        array_free(&o->scales[0][i]), array_free(&o->scales[1][i]);
+    }
 }
 
 struct caches {
@@ -135,7 +184,7 @@ static void caches_free(struct caches *c) {
 static void parts_run(struct input *in, struct chain_case *c, uint16_t **results) {
     struct store_case *s = &c->store;
     int64_t l = c->norms.num_layers, d = c->norms.hidden_size, t = s->rows;
-    int64_t h = s->desc.num_kv_heads, n = s->desc.head_dim;
+    int64_t h = s->desc.num_kv_heads, n = s->desc.head_dim, columns = columns_of(c);
     int64_t own = c->norms.layer.kind == CTXKV_NORM_ABSENT ? 1 : l;
     struct operands o;
     struct array x, normed, kv, positions, slots[MAX_L] = {{0}};
@@ -152,7 +201,7 @@ static void parts_run(struct input *in, struct chain_case *c, uint16_t **results
     operands_copied(&o);
     array_new(in, &x, BF16, 2, DIMS(t, d), c->x, true);
     array_new(in, &normed, BF16, 3, DIMS(own, t, d), 0, true);
-    array_new(in, &kv, BF16, 3, DIMS(l, t, 2 * h * n), 0, true);
+    array_new(in, &kv, BF16, 3, DIMS(l, t, columns), 0, true);
     array_new(in, &positions, I64, 1, &t, s->positions, true);
     caches_new(in, s, true, &caches);
     for (int64_t i = 0; i < s->slot_count; i++) {
@@ -162,12 +211,12 @@ static void parts_run(struct input *in, struct chain_case *c, uint16_t **results
     CHECK(ctxkv_norms_run(norms, &x.tensor.t, &normed.tensor.t, 0));
     CHECK(ctxkv_projection_run(projection, &normed.tensor.t, &kv.tensor.t, 0));
     CHECK(ctxkv_store_bind_caches(store, caches.keys, caches.values, l));
-    const int64_t strides[] = {2 * t * h * n, 2 * h * n, n, 1}, shape[] = {l, t, h, n};
+    const int64_t strides[] = {t * columns, columns, n, 1}, shape[] = {l, t, h, n};
     const uint16_t *first = (const uint16_t *)(void *)kv.tensor.t.data;
     static const struct place cpu;
     CHECK(ctxkv_store_run(
         store, tensor_on(&k, &cpu, first, BF16, 4, shape, strides),
-        tensor_on(&v, &cpu, first ? first + h * n : 0, BF16, 4, shape, strides),
+        c->parts == 1 ? 0 : tensor_on(&v, &cpu, first ? first + h * n : 0, BF16, 4, shape, strides),
         s->table ? &positions.tensor.t : 0, list, s->slot_count, 0));
     caches_read(s, &caches, results);
     ctxkv_norms_destroy(norms), ctxkv_projection_destroy(projection), ctxkv_store_destroy(store);

@@ -66,7 +66,8 @@ static void look(int64_t tp_size, int64_t tp_rank) {
     uint64_t total = sum(&draft.hidden) + sum(&draft.bias) + sum(&draft.k_norm);
     for (int64_t i = 0; i < draft.config.layers; ++i) {
         if (draft.layer_norms) total += sum(&draft.layer_norms[i]);
-        total += sum(&draft.weights[2 * i]) + sum(&draft.weights[2 * i + 1]);
+        for (int64_t part = 0; part < draft.parts; ++part)
+            total += sum(&draft.weights[draft.parts * i + part]);
     }
     if (total > UINT64_MAX / 2) abort();
     io_draft_close(&draft);

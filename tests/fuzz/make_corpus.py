@@ -63,6 +63,40 @@ qwen = {
 }
 put("config", "muse", json.dumps(muse).encode())
 put("config", "qwen3", json.dumps(qwen).encode())
+laguna = {
+    "architectures": ["DFlashLagunaForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 5e5},
+        "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "swa_rope_parameters": None,
+}
+gemma = {
+    "architectures": ["Gemma4DSparkModel"],
+    "hidden_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 128,
+    "attention_k_eq_v": True,
+    "layer_types": ["full_attention"],
+    "norm_zero_centered_gamma": True,
+    "dflash_config": {"attention_value_scale": 0.5},
+}
+nested = {"speculators_model_type": "dspark", "transformer_layer_config": qwen}
+put("config", "laguna", json.dumps(laguna).encode())
+put("config", "gemma4", json.dumps(gemma).encode())
+put("config", "speculators", json.dumps(nested).encode())
+put("config", "bare", json.dumps({**qwen, "norm_affine": False, "is_neox_style": False}).encode())
 put("config", "quantised", json.dumps({**muse, "quantization_config": {"bits": 4}}).encode())
 put("config", "index", json.dumps({"weight_map": {"a": "x", "b": "y", "c": "../z"}}).encode())
 put(
@@ -82,6 +116,10 @@ table = {"cos_sin_cache": entry("BF16", [3, 2], 64, 76)}
 put("context", "plain", tensors(context, 32))
 put("context", "layers", tensors({**context, **slots, **table}, 76))
 put("context", "odd", tensors({**context, **slots, **table}, 76, 1))
+scales = {f"{part}_scales": entry("F32", [2], 76 + at, 84 + at)
+          for part, at in (("k", 0), ("v", 8))}
+put("context", "scales", tensors({**context, **slots, **table, **scales}, 92))
+put("context", "tables", tensors({**context, "cos_sin_cache": entry("F16", [2, 3, 2], 32, 56)}, 56))
 put("context", "narrow", tensors({**context, "hidden_states": entry("BF16", [4, 2], 16, 32)}, 32))
 put("context", "missing", tensors({"positions": entry("I64", [2], 0, 16)}, 16))
 
@@ -91,6 +129,10 @@ lines = {
     "synth": "synth --family qwen3 --hidden-size 64 d e",
     "bench": "bench --rows 1,2,x --tolerance nan",
     "verify": "verify -- --help b",
+    "options": "synth --family laguna --rotary-dim 48 --bias --v-scale .5 --table-type fp16 "
+               "--sliding 4 d",
+    "types": "bench --family gemma4 --cache-type fp8_e5m2 --layer-tables --gptj --v-scale 0",
+    "bytes": "diagnose -m m -c x -k y --cache-type fp8_e4m3",
     "help": "diagnose --usage",
     "sleep": "run --HANG=1",
 }
@@ -146,3 +188,17 @@ put("draft", "fused", folder(
     shard({"layers.0.self_attn.qkv_proj.weight": [512, 16], N: [64], "hidden_norm.weight": [16]})))
 put("draft", "wide", folder(config, None, shard({**weights, K: [127, 16]})))
 put("draft", "gone", folder(config, index, None, shard(halves[0])))
+V2 = "layers.0.input_layernorm.weight"
+put("draft", "laguna", folder(
+    text_file({**small, "architectures": ["DFlashLagunaForCausalLM"]}), None,
+    shard({K: [128, 16], V: [128, 16], N: [64], V2: [16]})))
+put("draft", "gemma4", folder(
+    text_file({**small, "architectures": ["Gemma4DSparkModel"], "attention_k_eq_v": True,
+               "attention_bias": True}), None,
+    shard({K: [128, 16], K.replace("weight", "bias"): [128], N: [64], "hidden_norm.weight": [16]}),
+    ranks=2, rank=1))
+put("draft", "speculators", folder(
+    text_file({"speculators_model_type": "dflash2", "transformer_layer_config": small}), None,
+    shard(weights)))
+put("draft", "bare", folder(
+    text_file({**small, "norm_affine": False}), None, shard({K: [128, 16], V: [128, 16]})))

@@ -32,6 +32,18 @@ def cpu():
     return ctxkv.device("cpu")
 
 
+@pytest.fixture
+def on_torch(monkeypatch) -> None:
+    """vLLM's drafts over torch's operators, and the plugin as it is just after it was loaded."""
+    import vllm_drafts
+    from ctxkv import _vllm_path
+
+    vllm_drafts.torch_operators(monkeypatch)
+    monkeypatch.setattr(_vllm_path, "_told", set())
+    for name in ("CTXKV_VLLM", "CTXKV_RECORD", "CTXKV_MAX_ROWS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def _has_cuda() -> bool:
     import ctxkv
 

@@ -172,6 +172,23 @@ def checkpoint(folder: Path, model, family: str) -> None:
     save(folder / "model.safetensors", tensors, {"format": "pt"})
 
 
+def verified(tool: str, metadata: dict, recording: Path, draft: Path) -> None:
+    """The recorded commands find the same bits, and one wrong bit."""
+    for step in ("command", "verify"):
+        words = metadata[step].replace("--model DRAFT", f"--model {draft}").split()
+        done = subprocess.run(
+            [tool, *words[1:]], cwd=recording, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.startswith("equal: 2 layers")
+    name = next(recording.glob("*.caches.safetensors"))
+    data = bytearray(name.read_bytes())
+    data[-1] ^= 1
+    name.write_bytes(bytes(data))
+    again = subprocess.run([tool, *words[1:]], cwd=recording, capture_output=True, timeout=120)
+    assert again.returncode == 1
+
+
 @pytest.mark.parametrize("fp8", ["", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("family", ["qwen3", "laguna", "gemma4"])
 def test_each_family_and_cache_type_is_verified(family, fp8, recording, tmp_path) -> None:
@@ -198,20 +215,7 @@ def test_each_family_and_cache_type_is_verified(family, fp8, recording, tmp_path
     checkpoint(tmp_path / "DRAFT", model, family)
     metadata = recorded(recording)[2]
     assert ("--cache-type" in metadata["command"]) == bool(fp8)
-    for step in ("command", "verify"):
-        words = metadata[step].replace("--model DRAFT", f"--model {tmp_path}/DRAFT").split()
-        done = subprocess.run(
-            [tool, *words[1:]], cwd=recording, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.startswith("equal: 2 layers")
-    with open(next(recording.glob("*.caches.safetensors")), "r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)[0]
-        file.seek(-1, 2)
-        file.write(bytes([last ^ 1]))
-    again = subprocess.run([tool, *words[1:]], cwd=recording, capture_output=True, timeout=120)
-    assert again.returncode == 1
+    verified(tool, metadata, recording, tmp_path / "DRAFT")
 
 
 @pytest.mark.parametrize("family", ["muse", "qwen3"])
@@ -225,19 +229,6 @@ def test_a_recorded_call_is_verified_by_the_command_line(family: str, recording,
     run(model, x, at, lists, cls)
     checkpoint(tmp_path / "DRAFT", model, family)
     metadata = recorded(recording)[2]
-    for step in ("command", "verify"):
-        words = metadata[step].replace("--model DRAFT", f"--model {tmp_path}/DRAFT").split()
-        done = subprocess.run(
-            [tool, *words[1:]], cwd=recording, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.startswith("equal: 2 layers")
-    # And a wrong bit is seen.
-    name = next(recording.glob("*.caches.safetensors"))
-    data = bytearray(name.read_bytes())
-    found, (key, _) = load_file(name), views(load_file(name)["kv_cache.0"])
-    assert found and bool((key != 0).any())
-    data[-1] ^= 1
-    name.write_bytes(bytes(data))
-    again = subprocess.run([tool, *words[1:]], cwd=recording, capture_output=True, timeout=120)
-    assert again.returncode == 1
+    key, _ = views(load_file(next(recording.glob("*.caches.safetensors")))["kv_cache.0"])
+    assert bool((key != 0).any())
+    verified(tool, metadata, recording, tmp_path / "DRAFT")

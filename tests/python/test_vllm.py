@@ -21,15 +21,7 @@ from vllm.models.muse_spark.common.dspark import MuseSparkDSparkForCausalLM
 import oracle
 from helpers import BF16, bf16, python, rng, slots, views
 
-pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(autouse=True)
-def on_torch(monkeypatch) -> None:
-    drafts.torch_operators(monkeypatch)
-    monkeypatch.setattr(_vllm_path, "_told", set())
-    for name in ("CTXKV_VLLM", "CTXKV_RECORD", "CTXKV_MAX_ROWS"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("on_torch")]
 
 
 class Lines(logging.Handler):

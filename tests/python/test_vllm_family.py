@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="NOT RUN: needs vllm==0.33.0 (scripts/python-tests installs it)")
 
 import vllm_drafts as drafts
-from ctxkv import _vllm_path, vllm_model
+from ctxkv import vllm_model
 from ctxkv import vllm as plugin
 from vllm import ModelRegistry
 from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkModel
@@ -26,7 +26,7 @@ import oracle
 from helpers import bf16, rng, slots, views
 from test_vllm import close
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("on_torch")]
 EPS = 1e-6
 
 # vLLM's inner models and our outer classes for them.
@@ -39,14 +39,6 @@ HEIRS = {
     "laguna": (DFlashLagunaModel, "CtxkvLaguna"),
     "gemma4": (Gemma4DSparkModel, "CtxkvGemma4DSpark"),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_torch(monkeypatch) -> None:
-    drafts.torch_operators(monkeypatch)
-    monkeypatch.setattr(_vllm_path, "_told", set())
-    for name in ("CTXKV_VLLM", "CTXKV_RECORD", "CTXKV_MAX_ROWS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def made(heir: str, **options):

@@ -178,6 +178,21 @@ const DLTensor *cache_half(
         DIMS(block_stride, 2 * head_dim, page * 2 * head_dim, 1));
 }
 
+void chain_descs_init(
+    struct chain_descs *d, int64_t hidden_size, int64_t layers, int64_t heads, int64_t max_rows) {
+    ctxkv_norms_desc_init(&d->norms);
+    ctxkv_projection_desc_init(&d->projection);
+    ctxkv_store_desc_init(&d->store);
+    ctxkv_chain_desc_init(&d->chain);
+    d->norms.hidden_size = d->projection.hidden_size = hidden_size;
+    d->norms.num_layers = d->projection.num_layers = d->store.num_layers = layers;
+    d->projection.num_kv_heads = d->store.num_kv_heads = heads;
+    d->chain.norms = &d->norms;
+    d->chain.projection = &d->projection;
+    d->chain.store = &d->store;
+    d->chain.max_rows = max_rows;
+}
+
 uint64_t test_mix(uint64_t seed, uint64_t index) {
     uint64_t z = seed + (index + 1) * UINT64_C(0x9E3779B97F4A7C15);
     z = (z ^ z >> 30) * UINT64_C(0xBF58476D1CE4E5B9);

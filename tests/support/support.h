@@ -66,6 +66,18 @@ const DLTensor *cache_half(
     struct tensor *tensor, const struct place *place, const void *storage, int part, int64_t blocks,
     int64_t page, int64_t heads, int64_t head_dim, int64_t block_stride);
 
+// The descriptors of a chain: each filled by its _init, all of one shape, the last pointing at the
+// others.
+struct chain_descs {
+    ctxkv_norms_desc norms;
+    ctxkv_projection_desc projection;
+    ctxkv_store_desc store;
+    ctxkv_chain_desc chain;
+};
+void chain_descs_init(
+    struct chain_descs *descs, int64_t hidden_size, int64_t layers, int64_t heads,
+    int64_t max_rows);
+
 // A plain generator: the numbered value of a seed.
 uint64_t test_mix(uint64_t seed, uint64_t index);
 // BF16 noise in about -scale..scale.

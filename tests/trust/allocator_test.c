@@ -88,35 +88,22 @@ struct parts {
 static ctxkv_status plans(struct parts *p, const struct place *at) {
     struct tensor wt, ht, lt, bt, kt, ct;
     const DLTensor *weights, *layers;
-    ctxkv_norms_desc n;
-    ctxkv_projection_desc j;
-    ctxkv_store_desc s;
-    ctxkv_chain_desc d;
-    ctxkv_norms_desc_init(&n);
-    ctxkv_projection_desc_init(&j);
-    ctxkv_store_desc_init(&s);
-    ctxkv_chain_desc_init(&d);
-    n.hidden_size = j.hidden_size = D;
-    n.num_layers = j.num_layers = s.num_layers = L;
-    j.num_kv_heads = s.num_kv_heads = 1;
-    n.hidden.kind = n.layer.kind = CTXKV_NORM_RMS;
-    n.hidden_weight = tensor_on(&ht, at, gains, BF16, 1, DIMS(D), 0);
+    struct chain_descs d;
+    chain_descs_init(&d, D, L, 1, ROWS);
+    d.norms.hidden.kind = d.norms.layer.kind = CTXKV_NORM_RMS;
+    d.norms.hidden_weight = tensor_on(&ht, at, gains, BF16, 1, DIMS(D), 0);
     layers = tensor_on(&lt, at, gains + D, BF16, 2, DIMS(L, D), 0);
-    n.layer_weights = &layers;
-    n.layer_weight_count = j.weight_count = 1;
+    d.norms.layer_weights = &layers;
+    d.norms.layer_weight_count = d.projection.weight_count = 1;
     weights = tensor_on(&wt, at, w, BF16, 3, DIMS(L, C, D), 0);
-    j.weights = &weights;
-    j.bias = tensor_on(&bt, at, bias, BF16, 2, DIMS(L, C), 0);
-    s.k_norm = CTXKV_K_NORM_RMS;
-    s.k_norm_weight = tensor_on(&kt, at, k_gain, BF16, 2, DIMS(L, N), 0);
-    s.rope = CTXKV_ROPE_NEOX;
-    s.cos_sin = tensor_on(&ct, at, cos_sin, BF16, 2, DIMS(8, N), 0);
-    d.norms = &n;
-    d.projection = &j;
-    d.store = &s;
-    d.max_rows = ROWS;
-    ctxkv_status status = ctxkv_chain_create(p->device, &d, &p->chain);
-    return status ? status : ctxkv_store_create(p->device, &s, &p->store);
+    d.projection.weights = &weights;
+    d.projection.bias = tensor_on(&bt, at, bias, BF16, 2, DIMS(L, C), 0);
+    d.store.k_norm = CTXKV_K_NORM_RMS;
+    d.store.k_norm_weight = tensor_on(&kt, at, k_gain, BF16, 2, DIMS(L, N), 0);
+    d.store.rope = CTXKV_ROPE_NEOX;
+    d.store.cos_sin = tensor_on(&ct, at, cos_sin, BF16, 2, DIMS(8, N), 0);
+    ctxkv_status status = ctxkv_chain_create(p->device, &d.chain, &p->chain);
+    return status ? status : ctxkv_store_create(p->device, &d.store, &p->store);
 }
 
 static ctxkv_status work(struct parts *p) {

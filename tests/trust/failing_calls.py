@@ -23,6 +23,11 @@ CTXKV, SHIM = map(os.path.abspath, sys.argv[1:3])
 SMALL = ["--family", "qwen3", "--hidden-size", "16", "--head-dim", "64", "--layers", "1"]
 SYNTH = [*SMALL, "--kv-heads", "1", "--rows", "3", "--max-position", "8"]
 INPUT = ["--model", "in/d", "--context", "in/d/context.safetensors"]
+EVERY = ["--family", "gemma4", "--hidden-size", "16", "--head-dim", "64", "--layers", "2", "--bias",
+         "--kv-heads", "1", "--rows", "3", "--max-position", "8", "--scales", "--layer-tables",
+         "--table-type", "fp16", "--zero-centered"]
+EVERY_INPUT = ["--model", "in/e", "--context", "in/e/context.safetensors"]
+EVERY_RUN = ["run", "--device", "cpu", *EVERY_INPUT, "--cache-type", "fp8_e5m2", "--out"]
 BENCH = ["bench", "--device", "cpu", *SMALL, "--heads", "1", "--rows", "1", "--seconds", "0.001"]
 # name: (command, output that it writes, whether its text is the same every time)
 COMMANDS = {
@@ -32,6 +37,9 @@ COMMANDS = {
     "run, replacing": (["run", "--device", "cpu", *INPUT, "--out", "out/old"], "out/old", True),
     "synth": (["synth", *SYNTH, "out/d"], "out/d", True),
     "synth, shards": (["synth", *SYNTH, "--shards", "2", "--table", "out/d"], "out/d", True),
+    "synth, options": (["synth", *EVERY, "out/d"], "out/d", True),
+    "run, options": ([*EVERY_RUN, "out/o"], "out/o", True),
+    "diagnose, options": (["diagnose", *EVERY_INPUT, "--cache", "in/g"], None, False),
     "verify": (["verify", "in/a", "in/b"], None, True),
     "diagnose": (["diagnose", *INPUT, "--cache", "in/b"], None, False),
     "diagnose, JSON": (["diagnose", *INPUT, "--cache", "in/b", "--json"], None, False),
@@ -81,12 +89,14 @@ def make_inputs(folder):
         (folder / "in/golden" / name).write_text("\n".join(lines) + "\n")
     for words in (["synth", *SYNTH, "in/d"], ["synth", *SYNTH, "--shards", "2", "in/s"],
                   ["run", "--device", "cpu", *INPUT, "--out", "in/a"],
+                  ["synth", *EVERY, "in/e"], [*EVERY_RUN, "in/f"],
                   [*BENCH, "--json", "in/bench"]):
         done = call(words, folder)
         assert done.returncode == 0, done.stderr
-    data = bytearray((folder / "in/a").read_bytes())
-    data[-1] ^= 0x40
-    (folder / "in/b").write_bytes(data)
+    for source, changed in (("in/a", "in/b"), ("in/f", "in/g")):
+        data = bytearray((folder / source).read_bytes())
+        data[-1] ^= 0x40
+        (folder / changed).write_bytes(data)
 
 
 def fresh_output(folder):

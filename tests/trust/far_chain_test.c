@@ -96,42 +96,29 @@ struct side {
 };
 
 static ctxkv_chain *chain_of(const struct draft *draft, struct side *s) {
-    ctxkv_norms_desc n;
-    ctxkv_projection_desc p;
-    ctxkv_store_desc d;
-    ctxkv_chain_desc c;
+    struct chain_descs d;
     ctxkv_chain *chain;
-    ctxkv_norms_desc_init(&n);
-    ctxkv_projection_desc_init(&p);
-    ctxkv_store_desc_init(&d);
-    ctxkv_chain_desc_init(&c);
+    chain_descs_init(&d, draft->hidden_size, L, H, draft->rows);
     const DLTensor *layer = &s->layer.t, *w = &s->weights.t,
                    *tables[L] = {&s->table.t, &s->table.t};
-    n.hidden_size = p.hidden_size = draft->hidden_size;
-    n.num_layers = p.num_layers = d.num_layers = L;
-    p.num_kv_heads = d.num_kv_heads = H;
-    n.hidden.kind = n.layer.kind = draft->family ? CTXKV_NORM_RMS : CTXKV_NORM_ROW;
-    n.hidden_weight = &s->hidden.t;
-    n.layer_weights = &layer;
-    n.layer_weight_count = 1;
-    p.weights = &w;
-    p.weight_count = 1;
-    p.bias = &s->bias.t;
-    d.rope = draft->family ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
-    d.cache_type = draft->cache;
+    d.norms.hidden.kind = d.norms.layer.kind = draft->family ? CTXKV_NORM_RMS : CTXKV_NORM_ROW;
+    d.norms.hidden_weight = &s->hidden.t;
+    d.norms.layer_weights = &layer;
+    d.norms.layer_weight_count = 1;
+    d.projection.weights = &w;
+    d.projection.weight_count = 1;
+    d.projection.bias = &s->bias.t;
+    d.store.rope = draft->family ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
+    d.store.cache_type = draft->cache;
     if (draft->family) {
-        d.k_norm = CTXKV_K_NORM_RMS;
-        d.k_norm_weight = &s->k_gain.t;
-        d.layer_cos_sin = tables;
-        d.layer_cos_sin_count = L;
+        d.store.k_norm = CTXKV_K_NORM_RMS;
+        d.store.k_norm_weight = &s->k_gain.t;
+        d.store.layer_cos_sin = tables;
+        d.store.layer_cos_sin_count = L;
     } else {
-        d.cos_sin = &s->table.t;
+        d.store.cos_sin = &s->table.t;
     }
-    c.norms = &n;
-    c.projection = &p;
-    c.store = &d;
-    c.max_rows = draft->rows;
-    assert_ok(ctxkv_chain_create(place.device, &c, &chain));
+    assert_ok(ctxkv_chain_create(place.device, &d.chain, &chain));
     return chain;
 }
 

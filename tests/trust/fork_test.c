@@ -32,33 +32,20 @@ static ctxkv_device *device_new(void) {
 }
 
 static ctxkv_chain *chain_new(ctxkv_device *device, uint16_t *storage) {
-    ctxkv_norms_desc n;
-    ctxkv_projection_desc p;
-    ctxkv_store_desc s;
-    ctxkv_chain_desc c;
-    ctxkv_norms_desc_init(&n);
-    ctxkv_projection_desc_init(&p);
-    ctxkv_store_desc_init(&s);
-    ctxkv_chain_desc_init(&c);
-    n.hidden_size = p.hidden_size = D;
-    n.num_layers = p.num_layers = s.num_layers = L;
-    n.hidden.kind = n.layer.kind = CTXKV_NORM_RMS;
-    p.num_kv_heads = s.num_kv_heads = 1;
+    struct chain_descs d;
     struct tensor wt, key[L], value[L];
     const DLTensor *weights = tensor_on(&wt, &cpu, w, BF16, 3, DIMS(L, 2 * N, D), 0);
-    p.weights = &weights;
-    p.weight_count = 1;
-    c.norms = &n;
-    c.projection = &p;
-    c.store = &s;
-    c.max_rows = ROWS;
+    chain_descs_init(&d, D, L, 1, ROWS);
+    d.norms.hidden.kind = d.norms.layer.kind = CTXKV_NORM_RMS;
+    d.projection.weights = &weights;
+    d.projection.weight_count = 1;
     ctxkv_chain *chain;
     const DLTensor *keys[L], *values[L];
     for (int l = 0; l < L; l++) {
         keys[l] = cache_half(&key[l], &cpu, storage + l * STORAGE, 0, 3, 16, 1, N, 16 * 2 * N);
         values[l] = cache_half(&value[l], &cpu, storage + l * STORAGE, 1, 3, 16, 1, N, 16 * 2 * N);
     }
-    if (ctxkv_chain_create(device, &c, &chain)) die("%s", ctxkv_last_error());
+    if (ctxkv_chain_create(device, &d.chain, &chain)) die("%s", ctxkv_last_error());
     if (ctxkv_chain_bind_caches(chain, keys, values, L)) die("%s", ctxkv_last_error());
     return chain;
 }

@@ -2,16 +2,14 @@
 // ctxkv_norms: every refusal of create, versions of the descriptor, what create copies.
 #include <math.h>
 
-#include "checks.h"
+#include "plan_checks.h"
 
 #define HIDDEN 64
 #define LAYERS 3
 
-static struct place place;
 static uint16_t weights[LAYERS * HIDDEN];
 static struct tensor hidden_weight, stacked, each[LAYERS];
 static const DLTensor *list[LAYERS], *one[1];
-static const ctxkv_status bad = CTXKV_INVALID_ARGUMENT;
 
 static int set_up(void **state) {
     (void)state;
@@ -21,12 +19,6 @@ static int set_up(void **state) {
     one[0] = tensor_on(&stacked, &place, weights, BF16, 2, DIMS(LAYERS, HIDDEN), 0);
     for (int l = 0; l < LAYERS; l++)
         list[l] = tensor_on(&each[l], &place, weights + l * HIDDEN, BF16, 1, DIMS(HIDDEN), 0);
-    return 0;
-}
-
-static int tear_down(void **state) {
-    (void)state;
-    place_close(&place);
     return 0;
 }
 
@@ -42,23 +34,8 @@ static ctxkv_norms_desc good(void) {
     return d;
 }
 
-static ctxkv_status create(const ctxkv_norms_desc *d) {
-    ctxkv_norms *norms = (ctxkv_norms *)&norms;
-    ctxkv_status status = ctxkv_norms_create(place.device, d, &norms);
-    assert_true((norms == 0) == (status != CTXKV_OK));
-    ctxkv_norms_destroy(norms);
-    return status;
-}
-
-// d is good but for one assignment.
-#define REFUSE(assignment, status, text)                                                           \
-    do {                                                                                           \
-        ctxkv_norms_desc d = good();                                                               \
-        assignment;                                                                                \
-        assert_refused(create(&d), status, text);                                                  \
-        d = good();                                                                                \
-        assert_ok(create(&d));                                                                     \
-    } while (0)
+CREATE_OF(norms)
+#define REFUSE(assignment, status, text) REFUSE_OF(norms, assignment, status, text)
 
 static void numbers(void **state) {
     (void)state;

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <stddef.h>
 
-#include "checks.h"
+#include "plan_checks.h"
 
 #define L 2
 #define H 2
@@ -15,13 +15,11 @@
 #define PAGE 4
 #define PLACES (BLOCKS * PAGE * H * N)
 
-static struct place place;
 static uint16_t kv[2 * L * T * H * N], weights[L * 2 * H * N * D], bias[L * 2 * H * N], gain[L * N];
 static char tables[L][16 * N * 4];
 static float scales[2 * L];
 static int64_t positions[T] = {0, 5, 9}, slots[T] = {1, 6, 2};
 static char keys_at[L][PLACES * 2], values_at[L][PLACES * 2];
-static const ctxkv_status bad = CTXKV_INVALID_ARGUMENT;
 
 // Tensors of one store plan; the lists point at them.
 static struct store_tensors {
@@ -65,12 +63,6 @@ static int set_up(void **state) {
     return 0;
 }
 
-static int tear_down(void **state) {
-    (void)state;
-    place_close(&place);
-    return 0;
-}
-
 static ctxkv_store_desc good(void) {
     ctxkv_store_desc d;
     ctxkv_store_desc_init(&d);
@@ -80,20 +72,11 @@ static ctxkv_store_desc good(void) {
     return d;
 }
 
-static ctxkv_status create(const ctxkv_store_desc *d) {
-    ctxkv_store *store = (ctxkv_store *)&store;
-    ctxkv_status status = ctxkv_store_create(place.device, d, &store);
-    assert_true((store == 0) == (status != CTXKV_OK));
-    ctxkv_store_destroy(store);
-    return status;
-}
-
+CREATE_OF(store)
 #define REFUSE(assignment, text)                                                                   \
     do {                                                                                           \
-        ctxkv_store_desc d = good();                                                               \
         reset(BF16, BF16);                                                                         \
-        assignment;                                                                                \
-        assert_refused(create(&d), bad, text);                                                     \
+        REFUSE_OF(store, assignment, bad, text);                                                   \
     } while (0)
 #define WITH_TABLES d.rope = CTXKV_ROPE_NEOX, d.layer_cos_sin = s.tables, d.layer_cos_sin_count = L
 #define WITH_SCALES                                                                                \

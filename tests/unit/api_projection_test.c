@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ctxkv_projection: every refusal, and all ways to hand over the weights give the same bits.
-#include "checks.h"
+#include "plan_checks.h"
 
 #define D 32
 #define L 2
@@ -9,11 +9,9 @@
 #define C (2 * H * N)
 #define T 3
 
-static struct place place;
 static uint16_t weights[L * C * D], normed[L * T * D], bias[L * C];
 static struct tensor stacked, bias_tensor;
 static const DLTensor *one[1];
-static const ctxkv_status bad = CTXKV_INVALID_ARGUMENT;
 
 static int set_up(void **state) {
     (void)state;
@@ -23,12 +21,6 @@ static int set_up(void **state) {
     fill_bf16(bias, L * C, 7, 1.0f);
     one[0] = tensor_on(&stacked, &place, weights, BF16, 3, DIMS(L, C, D), 0);
     tensor_on(&bias_tensor, &place, bias, BF16, 2, DIMS(L, C), 0);
-    return 0;
-}
-
-static int tear_down(void **state) {
-    (void)state;
-    place_close(&place);
     return 0;
 }
 
@@ -46,22 +38,8 @@ static ctxkv_projection_desc good(void) {
     return d;
 }
 
-static ctxkv_status create(const ctxkv_projection_desc *d) {
-    ctxkv_projection *p = (ctxkv_projection *)&p;
-    ctxkv_status status = ctxkv_projection_create(place.device, d, &p);
-    assert_true((p == 0) == (status != CTXKV_OK));
-    ctxkv_projection_destroy(p);
-    return status;
-}
-
-#define REFUSE(assignment, status, text)                                                           \
-    do {                                                                                           \
-        ctxkv_projection_desc d = good();                                                          \
-        assignment;                                                                                \
-        assert_refused(create(&d), status, text);                                                  \
-        d = good();                                                                                \
-        assert_ok(create(&d));                                                                     \
-    } while (0)
+CREATE_OF(projection)
+#define REFUSE(assignment, status, text) REFUSE_OF(projection, assignment, status, text)
 
 static void descriptor(void **state) {
     (void)state;

@@ -2,7 +2,7 @@
 // ctxkv_store: every refusal, and what is told about skipped rows.
 #include <math.h>
 
-#include "checks.h"
+#include "plan_checks.h"
 
 #define L 3
 #define H 2
@@ -12,12 +12,10 @@
 #define PAGE 4
 #define STORAGE (BLOCKS * H * PAGE * 2 * N)
 
-static struct place place;
 static uint16_t kv[2 * L * T * H * N], table[16 * N], k_weights[L * N], storage[L][STORAGE];
 static int64_t positions[T] = {0, 1, 2, 3}, slots[L][T];
 static struct tensor k, v, p, s[L], cos_sin, k_weight, keys[L], values[L];
 static const DLTensor *slot_list[L], *key_list[L], *value_list[L];
-static const ctxkv_status bad = CTXKV_INVALID_ARGUMENT;
 
 static void reset(void) {
     tensor_on(&k, &place, kv, BF16, 4, DIMS(L, T, H, N), 0);
@@ -46,12 +44,6 @@ static int set_up(void **state) {
     return 0;
 }
 
-static int tear_down(void **state) {
-    (void)state;
-    place_close(&place);
-    return 0;
-}
-
 static ctxkv_store_desc good(void) {
     ctxkv_store_desc d;
     ctxkv_store_desc_init(&d);
@@ -62,22 +54,8 @@ static ctxkv_store_desc good(void) {
     return d;
 }
 
-static ctxkv_status create(const ctxkv_store_desc *d) {
-    ctxkv_store *store = (ctxkv_store *)&store;
-    ctxkv_status status = ctxkv_store_create(place.device, d, &store);
-    assert_true((store == 0) == (status != CTXKV_OK));
-    ctxkv_store_destroy(store);
-    return status;
-}
-
-#define REFUSE(assignment, status, text)                                                           \
-    do {                                                                                           \
-        ctxkv_store_desc d = good();                                                               \
-        assignment;                                                                                \
-        assert_refused(create(&d), status, text);                                                  \
-        d = good();                                                                                \
-        assert_ok(create(&d));                                                                     \
-    } while (0)
+CREATE_OF(store)
+#define REFUSE(assignment, status, text) REFUSE_OF(store, assignment, status, text)
 
 static void descriptor(void **state) {
     (void)state;

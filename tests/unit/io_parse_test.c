@@ -68,6 +68,21 @@ static void qwen3_kind(void **state) {
         "\"rope_scaling\": {\"rope_type\": \"yarn\"}}",
         &config, &error));
     assert_string_equal(config.rope_scaling, "yarn");
+    assert_true(config_of(
+        "{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 256, \"norm_affine\": false}",
+        &config, &error));
+    assert_false(config.affine);
+    // As the speculators library writes it: the layers' keys lie one level down.
+    assert_true(config_of(
+        "{\"speculators_model_type\": \"dspark\", \"architectures\": [\"TrainingOnly\"], "
+        "\"head_dim\": 512, \"transformer_layer_config\": {\"model_type\": \"llama\", "
+        "\"hidden_size\": 4096, \"num_hidden_layers\": 3, \"num_attention_heads\": 32, "
+        "\"rope_theta\": 5}}",
+        &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_QWEN3);
+    assert_int_equal(config.layers, 3);
+    assert_int_equal(config.head_dim, 128);
+    assert_true(config.theta == 5.0f);
 }
 
 static void other_kinds(void **state) {
@@ -87,6 +102,11 @@ static void other_kinds(void **state) {
         "\"rope_theta\": 3, \"swa_rope_parameters\": {\"rope_theta\": 9}}",
         &config, &error));
     assert_true(config.theta == 9.0f && config.rotary_dim == 128);
+    assert_true(config_of(
+        "{\"architectures\": [\"LagunaForCausalLM\"], \"dflash_config\": {}, \"hidden_size\": 64, "
+        "\"num_hidden_layers\": 1, \"num_attention_heads\": 1}",
+        &config, &error));
+    assert_int_equal(config.family, IO_FAMILY_LAGUNA);
     assert_true(config_of(
         "{" GEMMA ", \"attention_k_eq_v\": true, \"rope_parameters\": {\"full_attention\": "
         "{\"rope_type\": \"proportional\", \"partial_rotary_factor\": 0.25}}}",
@@ -142,8 +162,14 @@ static void refused_configs(void **state) {
         {"{\"architectures\": [\"DFlash2BeamDraftModel\"]}", "a kernel of its own"},
         {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"kv_lora_rank\": 512}",
          "kv_lora_rank"},
-        {"{" QWEN ", \"num_key_value_heads\": 8, \"head_dim\": 128, \"norm_affine\": false}",
-         "norm_affine"},
+        {"{\"architectures\": [\"LagunaForCausalLM\"]}", "LagunaForCausalLM, must be a MuseSpark"},
+        {"{\"speculators_model_type\": \"eagle3\", \"transformer_layer_config\": {}}",
+         "speculators_model_type is \"eagle3\", must be dflash, dflash2 or dspark"},
+        {"{\"speculators_model_type\": \"dflash\", " QWEN "}",
+         "transformer_layer_config is missing, must be an object"},
+        {"{\"speculators_model_type\": \"dflash\", \"transformer_layer_config\": {" QWEN "}, "
+         "\"quantization_config\": {}}",
+         "quantised weights are not supported"},
         {"{\"architectures\": [\"KimiK3DraftModel\"]}", "Kimi"},
         {"{\"architectures\": [\"Qwen3ForCausalLM\"]}", "Qwen3ForCausalLM"},
         {"{" MUSE ", \"rms_norm_eps\": 1e999}", "JSON"},

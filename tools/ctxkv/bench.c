@@ -23,7 +23,14 @@ enum {
     KEY_COMPARE,
     KEY_TOLERANCE,
     KEY_SECONDS,
-    KEY_UNCHECKED
+    KEY_UNCHECKED,
+    KEY_CACHE,
+    KEY_TABLE,
+    KEY_TABLES,
+    KEY_BIAS,
+    KEY_V_SCALE,
+    KEY_ROTARY,
+    KEY_GPTJ
 };
 
 // The shape of a draft; its weights are not read.
@@ -31,10 +38,11 @@ static error_t read_model(bench *all) {
     char path[PATH_MAX];
     io_config config;
     io_error error;
-    if (all->layers || all->hidden_size || all->head_dim || all->family >= 0) {
+    if (all->layers || all->hidden_size || all->head_dim || all->family >= 0 || all->draft.bias ||
+        all->draft.rotary_dim || all->draft.v_scale != 0 || all->gptj) {
         cli_fail(
-            "--model: gives the shape, must not be given with --family, --layers, --hidden-size "
-            "or --head-dim");
+            "--model: gives the shape, must not be given with --family, --layers, --hidden-size, "
+            "--head-dim, --bias, --rotary-dim, --v-scale or --gptj");
         return CLI_REPORTED;
     }
     if ((size_t)snprintf(path, sizeof path, "%s/config.json", all->model) >= sizeof path ||
@@ -42,7 +50,12 @@ static error_t read_model(bench *all) {
         cli_fail("--model: %s", error.text);
         return CLI_REPORTED;
     }
-    all->family = config.family == IO_FAMILY_QWEN3;
+    if (config.layers > 64) {
+        cli_fail("--model: num_hidden_layers is %" PRId64 ", must be at most 64", config.layers);
+        return CLI_REPORTED;
+    }
+    all->family = (int)config.family;
+    all->draft = config;
     all->layers = config.layers;
     all->hidden_size = config.hidden_size;
     all->head_dim = config.head_dim;
@@ -50,22 +63,83 @@ static error_t read_model(bench *all) {
     return 0;
 }
 
+static error_t wrong_rotary(int64_t rotary, int64_t dim) {
+    cli_fail(
+        "--rotary-dim: is %" PRId64 ", must be even and at most --head-dim %" PRId64, rotary, dim);
+    return CLI_REPORTED;
+}
+
 static error_t check(bench *all) {
+    static const int64_t columns[] = {8192, 4096, 4096, 5376}, dims[] = {64, 128, 128, 512};
     error_t error = all->model ? read_model(all) : 0;
     if (error) return error;
-    if (all->family < 0) all->family = 0;
+    if (all->family < 0) all->family = IO_FAMILY_MUSE;
+    bool muse = all->family == IO_FAMILY_MUSE;
+    io_config *draft = &all->draft;
     if (!all->layers) all->layers = 5;
-    if (!all->hidden_size) all->hidden_size = all->family ? 4096 : 8192;
-    if (!all->head_dim) all->head_dim = all->family ? 128 : 64;
-    if (!all->family && (all->hidden_size != 8192 || all->head_dim != 64)) {
+    if (!all->hidden_size) all->hidden_size = columns[all->family];
+    if (!all->head_dim) all->head_dim = dims[all->family];
+    if (muse && (all->hidden_size != 8192 || all->head_dim != 64)) {
         cli_fail("--hidden-size, --head-dim: must be 8192 and 64 for --family muse");
         return CLI_REPORTED;
     }
+    if (muse && !all->model && (draft->bias || draft->rotary_dim || draft->v_scale != 0)) {
+        cli_fail("--bias, --rotary-dim, --v-scale: must be left out for --family muse");
+        return CLI_REPORTED;
+    }
+    if (all->gptj && all->family != IO_FAMILY_QWEN3) {
+        cli_fail(
+            "--gptj: must be left out for --family %s", io_family_name((io_family)all->family));
+        return CLI_REPORTED;
+    }
+    if (!draft->rotary_dim) draft->rotary_dim = all->head_dim;
+    if (draft->rotary_dim % 2 || draft->rotary_dim > all->head_dim)
+        return wrong_rotary(draft->rotary_dim, all->head_dim);
+    if (!all->model) {
+        draft->affine = draft->rope = true;
+        draft->neox = !muse && !all->gptj;
+    }
+    draft->family = (io_family)all->family;
     return 0;
 }
 
+static error_t parse_draft(int key, const char *text, bench *all) {
+    static const char *const families[] = {"muse", "qwen3", "laguna", "gemma4", NULL};
+    static const char *const types[] = {"bf16", "fp16", "fp32", NULL};
+    double scale;
+    error_t error;
+    switch (key) {
+    case KEY_FAMILY:
+        return cli_choice("--family", text, families, &all->family);
+    case KEY_HIDDEN:
+        return cli_integer("--hidden-size", text, 16, 32768, &all->hidden_size);
+    case KEY_DIM:
+        return cli_integer("--head-dim", text, 64, 512, &all->head_dim);
+    case KEY_CACHE:
+        return cli_choice("--cache-type", text, cli_cache_names, &all->cache_type);
+    case KEY_TABLE:
+        return cli_choice("--table-type", text, types, &all->table_type);
+    case KEY_TABLES:
+        all->layer_tables = true;
+        return 0;
+    case KEY_BIAS:
+        all->draft.bias = true;
+        return 0;
+    case KEY_GPTJ:
+        all->gptj = true;
+        return 0;
+    case KEY_ROTARY:
+        return cli_integer("--rotary-dim", text, 2, 512, &all->draft.rotary_dim);
+    case KEY_V_SCALE:
+        error = cli_number("--v-scale", text, 0x1p-20, 0x1p20, &scale);
+        if (!error) all->draft.v_scale = (float)scale;
+        return error;
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
+}
+
 static error_t parse(int key, char *text, struct argp_state *state) {
-    static const char *const families[] = {"muse", "qwen3", NULL};
     bench *all = state->input;
     switch (key) {
     case ARGP_KEY_INIT:
@@ -79,15 +153,9 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_list("--rows", text, 1, 1 << 20, all->rows, 16, &all->row_count);
     case KEY_LAYERS:
         return cli_integer("--layers", text, 1, 64, &all->layers);
-    case KEY_FAMILY:
-        return cli_choice("--family", text, families, &all->family);
     case KEY_MODEL:
         all->model = text;
         return 0;
-    case KEY_HIDDEN:
-        return cli_integer("--hidden-size", text, 16, 65536, &all->hidden_size);
-    case KEY_DIM:
-        return cli_integer("--head-dim", text, 64, 512, &all->head_dim);
     case KEY_JSON:
         all->json = text;
         return 0;
@@ -109,18 +177,30 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     case ARGP_KEY_END:
         return check(all);
     default:
-        return ARGP_ERR_UNKNOWN;
+        return parse_draft(key, text, all);
     }
 }
 
 static const struct argp_option options[] = {
-    {"heads", KEY_HEADS, "N,...", 0, "KV heads of a rank (default 2,16; qwen3: 1,8)", 0},
+    {"heads", KEY_HEADS, "N,...", 0,
+     "KV heads of a rank (default: muse 2,16, gemma4 1,4, others 1,8)", 0},
     {"rows", KEY_ROWS, "N,...", 0, "Context rows (default 1,8,64,1024)", 0},
     {"layers", KEY_LAYERS, "N", 0, "Draft layers (default 5)", 0},
-    {"family", KEY_FAMILY, "muse|qwen3", 0, "Kind of draft (default muse)", 0},
-    {"hidden-size", KEY_HIDDEN, "N", 0, "Columns of a row (muse: 8192; qwen3: default 4096)", 0},
-    {"head-dim", KEY_DIM, "N", 0, "Columns of a head (muse: 64; qwen3: default 128)", 0},
-    {"model", KEY_MODEL, "DIR", 0, "Take the shape from this draft's config.json", 0},
+    {"family", KEY_FAMILY, "muse|qwen3|laguna|gemma4", 0, "Kind of draft (default muse)", 0},
+    {"hidden-size", KEY_HIDDEN, "N", 0,
+     "Columns of a row (muse: 8192; default: gemma4 5376, others 4096)", 0},
+    {"head-dim", KEY_DIM, "N", 0, "Columns of a head (muse: 64; default: gemma4 512, others 128)",
+     0},
+    {"bias", KEY_BIAS, NULL, 0, "K and V with a bias (not muse)", 0},
+    {"v-scale", KEY_V_SCALE, "X", 0, "V times this number (not muse)", 0},
+    {"rotary-dim", KEY_ROTARY, "N", 0, "Columns of a head that rotate (not muse; default: all)", 0},
+    {"gptj", KEY_GPTJ, NULL, 0, "RoPE of neighbours in place of halves (qwen3)", 0},
+    {"model", KEY_MODEL, "DIR", 0, "Take the shape and these options from this draft's config.json",
+     0},
+    {"cache-type", KEY_CACHE, "bf16|fp16|fp8_e4m3|fp8_e5m2", 0,
+     "What the caches hold; FP8 with a scale for each layer (default bf16)", 0},
+    {"table-type", KEY_TABLE, "bf16|fp16|fp32", 0, "Type of the cos/sin table (default bf16)", 0},
+    {"layer-tables", KEY_TABLES, NULL, 0, "A cos/sin table for each layer", 0},
     {"json", KEY_JSON, "FILE", 0, "Write the results as JSON, too", 1},
     {"csv", KEY_CSV, NULL, 0, "Print comma-separated values instead of a table", 1},
     {"compare", KEY_COMPARE, "OLD.json", 0,
@@ -148,7 +228,7 @@ static const struct argp bench_argp = {
         "multiply-adds (a GPU's BF16 products)."};
 
 static void set_defaults(bench *all) {
-    static const int64_t heads[2][2] = {{2, 16}, {1, 8}}, rows[] = {1, 8, 64, 1024};
+    static const int64_t heads[4][2] = {{2, 16}, {1, 8}, {1, 8}, {1, 4}}, rows[] = {1, 8, 64, 1024};
     if (!all->head_count) {
         memcpy(all->heads, heads[all->family], sizeof heads[0]);
         all->head_count = 2;
@@ -209,7 +289,7 @@ static int execute(bench *all) {
             ok = bench_heads(all, all->heads[i]);
             cli_progress_clear();
             for (; ok && shown < all->count; ++shown) {
-                bench_match_old(&all->results[shown], old);
+                bench_match_old(all, &all->results[shown], old);
                 bench_print(all, &all->results[shown]);
             }
         }

@@ -3,6 +3,7 @@
 #ifndef CTXKV_CLI_BENCH_H
 #define CTXKV_CLI_BENCH_H
 
+#include "config.h"
 #include "place.h"
 #include "replay.h"
 
@@ -20,7 +21,10 @@ typedef struct bench_result {
 typedef struct bench {
     cli_options options;
     int64_t heads[16], rows[16], layers, hidden_size, head_dim;
-    int head_count, row_count, family; // 0 muse, 1 qwen3
+    int head_count, row_count, family; // family: io_family; -1: not given
+    io_config draft;                   // what else a draft may have
+    int cache_type, table_type;        // ctxkv_cache_type; BF16, FP16, FP32
+    bool layer_tables, gptj;
     const char *model, *json, *compare;
     bool csv, unchecked;
     double tolerance, seconds;
@@ -40,12 +44,14 @@ bool bench_heads(bench *all, int64_t heads);
 // Microseconds that so many multiply-adds and bytes take at best on this machine.
 double bench_floor(const bench *all, double macs, double bytes);
 
+// The options that are not the family's usual ones, as text; "" for none.
+const char *bench_options(const bench *all, char *to, size_t size);
 void bench_print_header(const bench *all);
 void bench_print(const bench *all, const bench_result *result);
 bool bench_write_json(const bench *all);
 // Reads the old file early, so that a wrong name costs no measuring.
 bool bench_load_old(bench *all, void **old);
-void bench_match_old(bench_result *result, const void *old);
+void bench_match_old(const bench *all, bench_result *result, const void *old);
 // The machine of the old file where it is another one, else NULL.
 const char *bench_old_name(const bench *all, const void *old);
 void bench_free_old(void *old);

@@ -17,7 +17,7 @@ bool bench_truth_make(bench_truth *truth, const bench *all, int64_t heads) {
     own->options.cpu_mask = all->replay ? 0 : CTXKV_CPU_SCALAR;
     own->options.projection = CTXKV_PROJECTION_EXACT;
     // Stock means another order of sums on sm_100 and later than on a CPU.
-    bool packed = all->place.info.cuda_arch >= 100 && !all->family;
+    bool packed = all->place.info.cuda_arch >= 100 && all->family == IO_FAMILY_MUSE;
     if (packed && !own->options.numerics) own->options.numerics = CTXKV_NUMERICS_PACKED;
     own->host = own->place = (cli_place){.where = {kDLCPU, 0}};
     own->replay = NULL;
@@ -28,9 +28,7 @@ bool bench_truth_make(bench_truth *truth, const bench *all, int64_t heads) {
         cli_fail("out of memory for the scalar truth");
         return false;
     }
-    shape->all = own;
-    shape->heads = heads;
-    shape->width = 2 * heads * all->head_dim;
+    bench_set_heads(shape, own, heads);
     return cli_place_open(&own->place, &own->options) && bench_make_fixed(shape);
 }
 
@@ -69,7 +67,8 @@ static bool run_truth(bench_shape *it, const int64_t *picked, int count, int64_t
          !ctxkv_store_create(all->place.device, &it->store_desc, &store) &&
          !ctxkv_store_bind_caches(store, it->caches.keys, it->caches.values, all->layers) &&
          !ctxkv_store_run(
-             store, &it->k[0].tensor, &it->v[0].tensor, &it->positions.tensor, &slots, 1, NULL);
+             store, &it->k[0].tensor, it->parts == 2 ? &it->v[0].tensor : NULL,
+             &it->positions.tensor, &slots, 1, NULL);
     if (!ok) cli_fail_status("bench");
     ctxkv_norms_destroy(norms);
     ctxkv_projection_destroy(projection);
@@ -98,7 +97,8 @@ static bool same_rows(
     const bench_truth *truth, const bench_shape *it, const int64_t *picked, int count,
     const uint8_t *image) {
     const cli_caches *caches = &it->caches;
-    size_t block = caches->bytes / (size_t)caches->blocks, head = (size_t)caches->dim * 4;
+    size_t block = caches->bytes / (size_t)caches->blocks,
+           head = caches->bytes / (size_t)(caches->blocks * caches->heads * BENCH_BLOCK);
     for (int i = 0; i < count; ++i) {
         for (int64_t l = 0; l < it->all->layers; ++l) {
             const uint8_t *got = image + ((size_t)l * MOST_PICKED + (size_t)i) * block;

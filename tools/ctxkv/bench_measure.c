@@ -122,8 +122,8 @@ static ctxkv_status call_store(bench_shape *it, int64_t turn) {
     int64_t set = turn % it->row_sets;
     const DLTensor *slots = &it->slots[set].tensor;
     return ctxkv_store_run(
-        it->store, &it->k[set].tensor, &it->v[set].tensor, &it->positions.tensor, &slots, 1,
-        it->stream);
+        it->store, &it->k[set].tensor, it->parts == 2 ? &it->v[set].tensor : NULL,
+        &it->positions.tensor, &slots, 1, it->stream);
 }
 
 ctxkv_status bench_run_chain(bench_shape *it, ctxkv_chain *chain, int64_t set) {
@@ -149,11 +149,24 @@ bool bench_make_chain(bench_shape *it, int64_t set, ctxkv_chain **chain) {
     return ok;
 }
 
+// Bytes of a row: its K and V in all caches, its cosines and sines.
+static double stored(const bench_shape *it) {
+    const cli_caches *caches = &it->caches;
+    return (double)caches->bytes / (double)it->places * (double)caches->layers;
+}
+
+static double rotation(const bench_shape *it) {
+    const bench *all = it->all;
+    double row = (double)all->draft.rotary_dim * (all->table_type == 2 ? 4 : 2);
+    return !all->draft.rope ? 0 : all->layer_tables ? row * (double)all->layers : row;
+}
+
 // All row sets have been through the norms and the projection before the store is timed.
 static bool measure_ops(bench_shape *it) {
     bench *all = it->all;
     double rows = (double)it->rows, L = (double)all->layers, D = (double)all->hidden_size;
-    double N = (double)it->width, out = all->family ? 1 : L, weights = L * N * D;
+    double N = (double)it->width, out = bench_layer_norms(all) ? L : 1, weights = L * N * D;
+    double gains = all->family == IO_FAMILY_MUSE ? 1 + L : out;
     bool ok = !ctxkv_norms_create(all->place.device, &it->norms_desc, &it->norms) &&
               !ctxkv_store_create(all->place.device, &it->store_desc, &it->store) &&
               !ctxkv_store_bind_caches(it->store, it->caches.keys, it->caches.values, all->layers);
@@ -168,13 +181,13 @@ static bool measure_ops(bench_shape *it) {
         if (!ok) cli_fail_status("bench");
     }
     return ok && cli_sync(&all->place) &&
-           record(it, "norms", call_norms, 0, 2 * (rows * D * (1 + out) + D * (1 + out))) &&
+           record(it, "norms", call_norms, 0, 2 * (rows * D * (1 + out) + D * gains)) &&
            record(
                it, "projection", call_projection, rows * weights,
                2 * (weights + rows * D * out + rows * L * N)) &&
            record(
                it, "store", call_store, 0,
-               4 * rows * L * N + 8 * rows * (1 + L) + 2 * rows * (double)all->head_dim);
+               2 * rows * L * N + rows * stored(it) + 8 * rows * (1 + L) + rows * rotation(it));
 }
 
 static bool measure_chain(bench_shape *it) {
@@ -185,7 +198,7 @@ static bool measure_chain(bench_shape *it) {
         if (!bench_make_chain(it, i, &it->chains[i])) return false;
     }
     return record(
-        it, "chain", call_chain, rows * L * N * D, 2 * (L * N * D + rows * D + rows * L * N));
+        it, "chain", call_chain, rows * L * N * D, 2 * (L * N * D + rows * D) + rows * stored(it));
 }
 
 static void drop_plans(bench_shape *it) {
@@ -226,9 +239,7 @@ bool bench_heads(bench *all, int64_t heads) {
         cli_fail("out of memory for the operands");
         return false;
     }
-    it->all = all;
-    it->heads = heads;
-    it->width = 2 * heads * all->head_dim;
+    bench_set_heads(it, all, heads);
     bool ok = (!checked || bench_truth_make(&truth, all, heads)) && bench_make_fixed(it) &&
               all_rows(all, it, checked ? &truth : NULL);
     if (checked) bench_truth_free(&truth);

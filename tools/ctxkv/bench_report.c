@@ -20,17 +20,45 @@ static const char *device_text(const bench *all, char *to, size_t size) {
     return to;
 }
 
+static void add(char *to, size_t size, const char *text) {
+    size_t used = strlen(to);
+    snprintf(to + used, size - used, "%s%s", used ? ", " : "", text);
+}
+
+const char *bench_options(const bench *all, char *to, size_t size) {
+    static const char *const tables[] = {"", "fp16 table", "fp32 table"};
+    const io_config *draft = &all->draft;
+    char scale[32], rotary[48];
+    snprintf(scale, sizeof scale, "V scale %g", (double)draft->v_scale);
+    snprintf(rotary, sizeof rotary, "rotary_dim %" PRId64, draft->rotary_dim);
+    *to = 0;
+    if (draft->bias) add(to, size, "bias");
+    if (draft->v_scale != 0) add(to, size, scale);
+    if (draft->zero_centered) add(to, size, "1 + w");
+    if (!draft->affine) add(to, size, "norms without weights");
+    if (!draft->rope) add(to, size, "no RoPE");
+    if (!draft->rope) return to;
+    if (draft->rotary_dim != all->head_dim) add(to, size, rotary);
+    if (all->family != IO_FAMILY_MUSE && !draft->neox) add(to, size, "GPT-J pairs");
+    if (all->table_type) add(to, size, tables[all->table_type]);
+    if (all->layer_tables) add(to, size, "a table for each layer");
+    return to;
+}
+
 void bench_print_header(const bench *all) {
-    char text[256];
+    char text[256], options[160];
     if (all->csv) {
         puts(
             "op,heads,rows,layers,hidden_size,head_dim,median_us,p10_us,p90_us,samples,gmac_s,gb_s,"
             "copy_share,floor_us,ratio");
         return;
     }
+    bench_options(all, options, sizeof options);
     printf(
-        "%s\ncopy %.1f GB/s, read %.1f GB/s, %.1f GMAC/s", device_text(all, text, sizeof text),
-        all->copy, all->read, all->rate);
+        "%s; %s, %s caches%s%s\ncopy %.1f GB/s, read %.1f GB/s, %.1f GMAC/s",
+        device_text(all, text, sizeof text), io_family_name((io_family)all->family),
+        cli_cache_names[all->cache_type], *options ? ", " : "", options, all->copy, all->read,
+        all->rate);
     if (all->replay) printf(", an empty kernel %.2f us", all->launch);
     printf(
         "%s\n%-10s %5s %6s %11s %11s %11s %10s %8s %11s %8s%s\n",
@@ -73,19 +101,22 @@ static json_t *result_json(const bench_result *r) {
 bool bench_write_json(const bench *all) {
     if (!all->json) return true;
     const ctxkv_device_info *info = &all->place.info;
+    char options[160];
     io_json_begin();
     json_t *list = json_array();
     for (size_t i = 0; i < all->count; ++i) {
         json_array_append_new(list, result_json(&all->results[i]));
     }
     json_t *root = json_pack(
-        "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:s, s:b, s:f, s:f, s:f, s:f, s:o}", "version",
-        ctxkv_version(), "device", all->place.memory ? "cuda" : "cpu", "name", info->name, "tier",
-        all->place.memory ? "cuda" : cli_tier_name(info->cpu_used), "threads", info->threads,
-        "driver", info->driver, "cublas", info->cublas, "family", all->family ? "qwen3" : "muse",
-        "checked", !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS,
-        "copy_gb_s", all->copy, "read_gb_s", all->read, "gmac_s", all->rate, "empty_kernel_us",
-        all->launch, "results", list);
+        "{s:s, s:s, s:s, s:s, s:i, s:i, s:i, s:s, s:s, s:s, s:b, s:f, s:f, s:f, s:f, s:o}",
+        "version", ctxkv_version(), "device", all->place.memory ? "cuda" : "cpu", "name",
+        info->name, "tier", all->place.memory ? "cuda" : cli_tier_name(info->cpu_used), "threads",
+        info->threads, "driver", info->driver, "cublas", info->cublas, "family",
+        io_family_name((io_family)all->family), "cache_type", cli_cache_names[all->cache_type],
+        "options", bench_options(all, options, sizeof options), "checked",
+        !all->unchecked && all->options.projection != CTXKV_PROJECTION_CUBLAS, "copy_gb_s",
+        all->copy, "read_gb_s", all->read, "gmac_s", all->rate, "empty_kernel_us", all->launch,
+        "results", list);
     char *text = io_json_text(root, JSON_INDENT(2) | JSON_REAL_PRECISION(8));
     io_error error;
     if (!text) io_fail(&error, "%s", io_json_complete() ? "no JSON" : "out of memory for the JSON");
@@ -121,14 +152,29 @@ const char *bench_old_name(const bench *all, const void *old) {
     return name && strcmp(name, all->place.info.name) ? name : NULL;
 }
 
+// Files of before these keys were written had neither.
+static bool same_text(const json_t *root, const char *key, const char *usual, const char *value) {
+    const char *text = json_string_value(json_object_get(root, key));
+    return !strcmp(text ? text : usual, value);
+}
+
+static bool same_kind(const bench *all, const json_t *root) {
+    char options[160];
+    const char *family = io_family_name((io_family)all->family);
+    return same_text(root, "family", family, family) &&
+           same_text(root, "cache_type", "bf16", cli_cache_names[all->cache_type]) &&
+           same_text(root, "options", "", bench_options(all, options, sizeof options));
+}
+
 static bool same(const json_t *item, const char *key, int64_t value) {
     const json_t *number = json_object_get(item, key);
     return json_is_integer(number) && json_integer_value(number) == value;
 }
 
-void bench_match_old(bench_result *r, const void *old) {
+void bench_match_old(const bench *all, bench_result *r, const void *old) {
     size_t index;
     const json_t *item;
+    if (!old || !same_kind(all, old)) return;
     json_array_foreach(json_object_get(old, "results"), index, item) {
         const char *op = json_string_value(json_object_get(item, "op"));
         if (op && !strcmp(op, r->op) && same(item, "heads", r->heads) &&

@@ -8,15 +8,19 @@
 #define BENCH_WEIGHT_SETS 64
 #define BENCH_ROW_SETS 1024
 #define BENCH_BLOCK 16
+#define BENCH_LAYERS 64
 #define BENCH_POSITIONS 4096
 
 // Everything of one number of heads. Sets rotate, so that no run finds its operands in the cache.
 typedef struct bench_shape {
     bench *all;
-    int64_t heads, rows, width; // width: 2*heads*head_dim
+    int64_t heads, rows;
+    int64_t parts, width; // projections of a layer, 1 or 2; their columns: parts*heads*head_dim
     int64_t weight_sets, row_sets, places;
     void *stream; // the one being recorded, else NULL
-    cli_tensor hidden_gain, layer_gain, k_gain, table, positions, weights[BENCH_WEIGHT_SETS];
+    cli_tensor hidden_gain, layer_gain, k_gain, bias, positions, weights[BENCH_WEIGHT_SETS];
+    cli_tensor tables[BENCH_LAYERS], scales[2 * BENCH_LAYERS];
+    const DLTensor *table_list[BENCH_LAYERS], *scale_list[2 * BENCH_LAYERS];
     cli_tensor x[BENCH_ROW_SETS], normed[BENCH_ROW_SETS], kv[BENCH_ROW_SETS];
     cli_tensor k[BENCH_ROW_SETS], v[BENCH_ROW_SETS], slots[BENCH_ROW_SETS];
     const DLTensor *layer_gains[1], *weight_list[BENCH_WEIGHT_SETS][1];
@@ -32,6 +36,9 @@ typedef struct bench_shape {
     int64_t *host_positions;
 } bench_shape;
 
+void bench_set_heads(bench_shape *it, bench *all, int64_t heads);
+// Whether the layers' norms follow the hidden norm, or stand in its place.
+bool bench_layer_norms(const bench *all);
 // What does not depend on the rows: weights, gains, table, caches. Then what does. False after
 // cli_fail.
 bool bench_make_fixed(bench_shape *it);

@@ -83,6 +83,7 @@ static void describe_store(
     desc->k_norm = muse ? CTXKV_K_NORM_PLAIN : CTXKV_K_NORM_RMS;
     desc->k_eps = config->eps;
     if (all->k_norm.data) desc->k_norm_weight = &all->k_norm;
+    desc->k_gain_centre = config->zero_centered ? 1.0f : 0.0f;
     if (store->tables) {
         desc->rope = config->neox ? CTXKV_ROPE_NEOX : CTXKV_ROPE_GPTJ;
         desc->rotary_dim = config->rotary_dim;

@@ -4,15 +4,25 @@
 
 #include "cli.h"
 #include "diagnose.h"
+#include "place.h"
 
 typedef struct diagnose_args {
     const char *model, *context, *cache, *before;
     int64_t tp_size, tp_rank, threads;
-    int numerics;
+    int numerics, cache_type;
     bool json, list;
 } diagnose_args;
 
-enum { KEY_BEFORE = 400, KEY_TP_SIZE, KEY_TP_RANK, KEY_THREADS, KEY_NUMERICS, KEY_JSON, KEY_LIST };
+enum {
+    KEY_BEFORE = 400,
+    KEY_TP_SIZE,
+    KEY_TP_RANK,
+    KEY_THREADS,
+    KEY_NUMERICS,
+    KEY_CACHE,
+    KEY_JSON,
+    KEY_LIST
+};
 
 static error_t parse_end(const diagnose_args *args) {
     const char *option = !args->model ? "--model" : !args->context ? "--context" : "--cache";
@@ -46,6 +56,8 @@ static error_t parse(int key, char *text, struct argp_state *state) {
         return cli_integer("--threads", text, 1, 64, &args->threads);
     case KEY_NUMERICS:
         return cli_choice("--numerics", text, numerics, &args->numerics);
+    case KEY_CACHE:
+        return cli_choice("--cache-type", text, cli_cache_names, &args->cache_type);
     case KEY_JSON:
         args->json = true;
         return 0;
@@ -79,6 +91,8 @@ static const struct argp_option options[] = {
      "and "
      "later, or independent of the number of rows (Qwen3 kind)",
      1},
+    {"cache-type", KEY_CACHE, "bf16|fp16|fp8_e4m3|fp8_e5m2", 0,
+     "What the caches hold (default: as the file says, which U8 does not)", 1},
     {"json", KEY_JSON, NULL, 0, "Print the report as JSON (with --list: the table)", 1},
     {"list", KEY_LIST, NULL, 0, "Print the names of the known faults", 1},
     {0}};
@@ -99,6 +113,7 @@ static int execute(const diagnose_args *args, dg_call *call, dg_result *result) 
             "--tp-rank: is %d, must be below --tp-size %d", (int)args->tp_rank, (int)args->tp_size);
     }
     call->numerics = args->numerics;
+    call->cache_type = args->cache_type;
     if (!dg_open(
             call, args->model, args->context, args->cache, args->before, args->tp_size,
             args->tp_rank) ||
@@ -115,7 +130,7 @@ static int execute(const diagnose_args *args, dg_call *call, dg_result *result) 
 }
 
 static void defaults(void *input) {
-    ((diagnose_args *)input)->tp_size = 1;
+    *(diagnose_args *)input = (diagnose_args){.tp_size = 1, .cache_type = -1};
 }
 
 static int run(void *input) {

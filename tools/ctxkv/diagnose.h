@@ -45,20 +45,49 @@ enum dg_mode {
     DG_FP64        // summed in double
 };
 
+enum dg_bias { DG_BIAS_NONE, DG_BIAS_BEFORE, DG_BIAS_AFTER }; // the rounding to BF16
+enum dg_bias_parts { DG_BIAS_BOTH, DG_BIAS_K_ONLY, DG_BIAS_V_ONLY, DG_BIAS_SWAPPED };
+
 typedef struct dg_project {
     int32_t rows[2]; // dg_rows that give K and V
     int32_t layers, transposed, rank, mode, steps;
+    int32_t bias, bias_layers, bias_parts;
 } dg_project;
 
 enum dg_table { DG_TABLE_GIVEN, DG_TABLE_GPU, DG_TABLE_GPU_FP32, DG_TABLE_CPU, DG_TABLE_FP64 };
+enum dg_round { DG_AS_IT_IS, DG_TO_BF16, DG_TO_FP16 }; // of a given table
 
 typedef struct dg_key {
-    int32_t norm, rsqrt, unrounded, gain, layers; // norm: ctxkv__k_norm_kind
-    int32_t rope, times, table;                   // rope: ctxkv__rope_kind
-    int32_t shift, other_order;                   // of the positions
-    int32_t swapped, fp16;
-    float eps, theta;
+    int32_t norm, rsqrt, unrounded, gain, layers, gain_bf16; // norm: ctxkv__k_norm_kind
+    int32_t rope, times, table, table_layers, table_round;   // rope: ctxkv__rope_kind
+    int32_t rotary, spread, last; // columns that rotate; that the angles run over; the last ones
+    int32_t shift, other_order;   // of the positions
+    float eps, theta, centre;
 } dg_key;
+
+enum dg_source { DG_V_PROJECTED, DG_V_RAW_K, DG_V_NORMED_K, DG_V_ROTATED_K };
+enum dg_v_norm { DG_V_PLAIN, DG_V_NORMED, DG_V_WEIGHTED }; // weighted: by the K norm's weight
+
+typedef struct dg_value {
+    int32_t source, norm, times; // times that the scale is applied
+    float eps, scale;            // scale 0: none
+} dg_value;
+
+enum dg_scales {
+    DG_SCALES_OWN,
+    DG_SCALES_NONE,
+    DG_SCALES_TIMES,      // multiplied, not divided
+    DG_SCALES_RECIPROCAL, // multiplied by 1/scale
+    DG_SCALES_SWAPPED,    // K's for V and V's for K
+    DG_SCALES_OF_K        // K's for both
+};
+
+typedef struct dg_store {
+    int32_t kind; // ctxkv_cache_type of the bits
+    int32_t scales, scale_layers;
+    int32_t wide, unsaturated; // wide: converted from FP32, not from BF16
+    int32_t swapped;
+} dg_store;
 
 typedef struct dg_place {
     int32_t shift, shift_padding, wrap_padding, first_slots;
@@ -70,13 +99,16 @@ typedef struct dg_params {
     dg_norms norms;
     dg_project project;
     dg_key key;
+    dg_value value;
+    dg_store store;
     dg_place place;
 } dg_params;
 
 // ---- hypotheses ------------------------------------------------------------------------------
 typedef struct dg_facts { // what an entry may want to know
     int32_t steps;        // k16 steps of a row
-    int32_t block_size, tp_size, tp_rank;
+    int32_t block_size, tp_size, tp_rank, dim, rotary;
+    float eps;
 } dg_facts;
 
 typedef struct dg_hypothesis {
@@ -97,17 +129,21 @@ typedef struct dg_call {
     io_safetensors cache, before_file;
     int64_t L, T, H, D, dim;
     int64_t blocks, block_size, cells; // cells of a layer: blocks * H * block_size, each 2*dim wide
-    const uint8_t **recorded, **before; // [L]; before NULL without --before
-    bool fill_known;                    // else what unaddressed places held is unknown
+    ctxkv_cache_type kind;
+    // [L] of 16-bit words, an FP8 byte in each; before NULL without --before.
+    const uint8_t **recorded, **before;
+    uint16_t **widened; // [2*L] what these are of FP8 caches
+    bool fill_known;    // else what unaddressed places held is unknown
     uint16_t fill;
     const uint8_t **q_rows; // [L] of this rank, NULL entries: none
     int64_t q_count;
-    float *gains, *bias; // FP32 weights [1 + L][D]; bias [L][2*H*dim] or NULL
+    float *gains; // FP32 norm weights [1 + L][D]
     int64_t table_rows;
     dg_facts facts;
     dg_params base;
     struct ctxkv__kernels kernels;
     int threads, numerics; // ctxkv_numerics of the chain without a fault
+    int cache_type;        // asked for; -1: the file's
 } dg_call;
 
 bool dg_open(
@@ -133,10 +169,28 @@ void dg_normed(dg_worker *w, const dg_norms *p, int64_t layer, int64_t row, uint
 void dg_project_rows(
     dg_worker *w, const dg_project *p, int64_t layer, int part, int64_t h, int64_t first,
     int64_t count, const uint16_t *x, int64_t rows, uint16_t *out, int64_t out_stride);
-// K norm and RoPE of one head at a position. False when the position has no table row.
+// One head's K and V as the cache holds them, a word an element, from the projection's output (of K
+// for a V that is made of it). False when the position has no table row.
 bool dg_finish_key(
-    dg_worker *w, const dg_key *p, int64_t layer, int64_t position, const uint16_t *in,
+    dg_worker *w, const dg_params *p, int64_t layer, int64_t position, const uint16_t *in,
     uint16_t *out);
+bool dg_finish_value(
+    dg_worker *w, const dg_params *p, int64_t layer, int64_t position, const uint16_t *in,
+    uint16_t *out);
+// Whether each element of V depends on its own alone.
+bool dg_value_alone(const dg_value *p);
+// For those: some columns of a head.
+void dg_finish_columns(
+    const dg_call *call, const dg_params *p, int64_t layer, const uint16_t *in, int64_t count,
+    uint16_t *out);
+// The stages of K up to a dg_source, unrounded at the last.
+bool dg_key_stages(
+    dg_worker *w, const dg_key *p, int64_t layer, int64_t position, int source, const uint16_t *in,
+    float *k);
+// To the cache's words. raw: the BF16 bits where nothing was computed, else NULL.
+void dg_put(
+    const dg_call *call, const dg_store *p, int64_t layer, int part, const float *x,
+    const uint16_t *raw, int64_t count, uint16_t *out);
 int64_t dg_position(const dg_call *call, const dg_key *p, int64_t row);
 // The cell that row t's head h goes to; -1: not written.
 int64_t dg_cell(const dg_call *call, const dg_place *p, int64_t layer, int64_t row, int64_t h);
@@ -146,7 +200,6 @@ int64_t dg_neighbour(
     const dg_call *call, const dg_place *p, int64_t layer, int64_t row, int64_t h, int i);
 // Rows whose neighbour the place of `row` is, i < DG_NEIGHBOURS; -1: none.
 int64_t dg_intruder(const dg_call *call, int64_t layer, int64_t row, int i);
-uint16_t dg_half(uint16_t bf16); // as FP16 bits
 
 // Scratch of a worker for its stages, and for those that call them.
 typedef struct dg_scratch {
@@ -157,7 +210,14 @@ typedef struct dg_scratch {
 #define DG_COLUMNS 512 // most columns of one dg_project_rows
 dg_scratch *dg_worker_scratch(dg_worker *w);
 // Where the cosines and sines [dim] of a position lie; *filled: they are there already.
-float *dg_worker_table(dg_worker *w, const dg_key *p, int64_t position, bool *filled);
+float *dg_worker_table(
+    dg_worker *w, const dg_key *p, int64_t layer, int64_t position, bool *filled);
+static inline int64_t dg_source_layer(const dg_call *call, int layers, int64_t l) {
+    return layers == DG_FIRST      ? 0
+           : layers == DG_NEXT     ? (l + 1) % call->L
+           : layers == DG_PREVIOUS ? (l + call->L - 1) % call->L
+                                   : l;
+}
 const dg_call *dg_worker_call(const dg_worker *w);
 
 // Runs work(worker, user, index) for index < count, each thread with a worker of its own.
@@ -283,6 +343,10 @@ void dg_report_free(dg_report *report);
 double dg_explained(const dg_result *result);
 // The verdict as sentences; "equal" and "no known fault" are such, too.
 void dg_verdict(const dg_call *call, const dg_result *result, char *to, size_t size);
+// Hexadecimal digits of an element.
+static inline int dg_digits(const dg_call *call) {
+    return call->kind >= CTXKV_CACHE_FP8_E4M3 ? 2 : 4;
+}
 void dg_spot_text(const dg_call *call, const dg_spot *spot, char *to, size_t size);
 void dg_print(const dg_call *call, const dg_result *result, const dg_report *report);
 bool dg_print_json(const dg_call *call, const dg_result *result, const dg_report *report);

@@ -12,6 +12,38 @@ static bool out_of_memory(void) {
     return false;
 }
 
+static const io_dtype dtypes[] = {IO_BF16, IO_F16, IO_F8_E4M3, IO_F8_E5M2}; // by cache type
+
+// What the first cache holds: as its dtype says, or, of bytes, as --cache-type says.
+static bool set_kind(dg_call *call, const char *path, const io_tensor *tensor) {
+    int asked = call->cache_type, kind = 0;
+    if (tensor->dtype == IO_U8) {
+        call->kind = (ctxkv_cache_type)asked;
+        if (asked >= CTXKV_CACHE_FP8_E4M3) return true;
+        cli_fail(
+            "%s: tensor '%s' is U8: --cache-type must be given, fp8_e4m3 or fp8_e5m2", path,
+            tensor->name);
+        return false;
+    }
+    while (kind < 4 && dtypes[kind] != tensor->dtype) ++kind;
+    call->kind = (ctxkv_cache_type)kind;
+    if (kind < 4 && (asked < 0 || asked == kind)) return true;
+    cli_fail(
+        "%s: tensor '%s' is %s, must be %s", path, tensor->name, io_dtype_name(tensor->dtype),
+        asked < 0 ? "BF16, F16, F8_E4M3, F8_E5M2 or U8" : io_dtype_name(dtypes[asked]));
+    return false;
+}
+
+static const uint8_t *widen(dg_call *call, int64_t index, const io_tensor *tensor) {
+    if (io_dtype_bits(tensor->dtype) == 16) return tensor->data;
+    if (!call->widened) call->widened = calloc((size_t)call->L * 2, sizeof *call->widened);
+    uint16_t *words = call->widened ? malloc(tensor->bytes * sizeof *words + 1) : NULL;
+    if (!words) return NULL;
+    for (uint64_t i = 0; i < tensor->bytes; ++i) words[i] = tensor->data[i];
+    call->widened[index] = words;
+    return (const uint8_t *)words;
+}
+
 // Binds kv_cache.0, 1, ... of a file; the first file sets the shape, a second must have it.
 static bool bind_caches(
     dg_call *call, const io_safetensors *file, bool first, const uint8_t ***layers) {
@@ -31,19 +63,22 @@ static bool bind_caches(
             call->blocks = tensor->shape[0];
             call->block_size = tensor->shape[2];
         }
+        if (first && !l && !set_kind(call, file->path, tensor)) return false;
         const int64_t shape[4] = {call->blocks, call->H, call->block_size, 2 * call->dim};
+        io_dtype own = dtypes[call->kind];
+        bool same = tensor->dtype == own || (tensor->dtype == IO_U8 && io_dtype_bits(own) == 8);
         snprintf(
             must, sizeof must, "[%s, %" PRId64 ", %s, %" PRId64 "]", "num_blocks", call->H,
             "block_size", 2 * call->dim);
-        if (tensor->dtype != IO_BF16 || tensor->rank != 4 ||
-            memcmp(tensor->shape, shape, sizeof shape)) {
+        if (!same || tensor->rank != 4 || memcmp(tensor->shape, shape, sizeof shape)) {
             cli_fail(
-                "%s: tensor '%s' is %s %s, must be BF16 %s", file->path, name,
+                "%s: tensor '%s' is %s %s, must be %s %s", file->path, name,
                 io_dtype_name(tensor->dtype), io_shape(tensor->shape, tensor->rank).text,
-                first && !l ? must : io_shape(shape, 4).text);
+                io_dtype_name(own), first && !l ? must : io_shape(shape, 4).text);
             return false;
         }
-        data[l] = tensor->data;
+        data[l] = widen(call, first ? l : call->L + l, tensor);
+        if (!data[l]) return out_of_memory();
     }
     call->cells = call->blocks * call->H * call->block_size;
     return true;
@@ -140,7 +175,7 @@ static bool find_q_rows(dg_call *call) {
 
 static bool make_gains(dg_call *call) {
     const io_draft *draft = &call->draft;
-    int64_t n = call->D, width = 2 * call->H * call->dim;
+    int64_t n = call->D;
     call->gains = calloc((size_t)((1 + call->L) * n), sizeof *call->gains);
     if (!call->gains) return out_of_memory();
     for (int64_t i = 0; i <= call->L; ++i) {
@@ -150,60 +185,63 @@ static bool make_gains(dg_call *call) {
         ctxkv__gains(
             view->tensor.data, view->tensor.dtype.bits == 32, n, 0.0f, call->gains + i * n);
     }
-    if (!draft->bias.tensor.data) return true;
-    // NOLINTNEXTLINE(clang-analyzer-optin.portability.UnixAPI): a layer has columns
-    call->bias = calloc((size_t)(call->L * width), sizeof *call->bias);
-    if (!call->bias) return out_of_memory();
-    ctxkv__gains(draft->bias.tensor.data, false, call->L * width, 0.0f, call->bias);
     return true;
 }
 
-// The search's arithmetic is that of the two families with BF16 caches and one table.
-static bool known(const dg_call *call) {
+static void set_norms(dg_call *call, dg_norms *p) {
     const io_config *config = &call->draft.config;
-    const io_context *context = &call->context;
-    const char *what = config->family == IO_FAMILY_LAGUNA || config->family == IO_FAMILY_GEMMA4
-                           ? "drafts of Laguna and Gemma 4"
-                       : config->rotary_dim != config->head_dim             ? "partial RoPE"
-                       : config->v_scale != 0                               ? "a scale of V"
-                       : config->family == IO_FAMILY_QWEN3 && !config->neox ? "GPT-J pairs"
-                       : context->table_lists > 1 ? "a table for each layer"
-                       : context->cos_sin && context->table_dtype != IO_BF16
-                           ? "a table that is not BF16"
-                       : context->k_scales ? "FP8 caches"
-                                           : NULL;
-    if (what) {
-        cli_fail("%s: diagnose does not search %s: use ctxkv run and verify", call->model, what);
-    }
-    return !what;
+    bool muse = config->family == IO_FAMILY_MUSE, laguna = config->family == IO_FAMILY_LAGUNA;
+    float centre = config->zero_centered ? 1.0f : 0.0f;
+    int gain = config->affine ? DG_GAIN_OWN : DG_GAIN_NONE;
+    p->hidden = p->layer = (dg_norm){1, gain, 0, DG_RSQRT_GPU, centre, config->eps};
+    p->hidden.present = !laguna;
+    p->layer.present = muse || laguna;
+    int64_t rows = laguna ? call->L * call->T : call->T;
+    bool few = rows < 256 || call->numerics == CTXKV_NUMERICS_INVARIANT;
+    p->order = few ? DG_ORDER_RMS_1024 : DG_ORDER_RMS_256;
+    if (muse) p->order = DG_ORDER_PAIR;
+    if (muse && call->numerics == CTXKV_NUMERICS_PACKED) p->order = DG_ORDER_PACKED;
+}
+
+static void set_values(dg_call *call, dg_params *p) {
+    const io_config *config = &call->draft.config;
+    bool muse = config->family == IO_FAMILY_MUSE, alone = call->draft.parts == 1;
+    p->key = (dg_key){.norm = muse ? CTXKV__K_PLAIN : CTXKV__K_RMS, .times = 1};
+    p->key.gain = call->draft.k_norm.tensor.data != NULL;
+    p->key.centre = config->zero_centered ? 1.0f : 0.0f;
+    p->key.rope = !config->rope  ? CTXKV__ROPE_NONE
+                  : config->neox ? CTXKV__ROPE_NEOX
+                                 : CTXKV__ROPE_GPTJ;
+    p->key.rotary = (int32_t)config->rotary_dim;
+    p->key.table = call->context.cos_sin ? DG_TABLE_GIVEN : DG_TABLE_GPU;
+    p->key.eps = config->eps;
+    p->key.theta = config->theta;
+    p->value = (dg_value){.times = 1, .scale = config->v_scale, .eps = config->eps};
+    p->value.source = alone ? DG_V_RAW_K : DG_V_PROJECTED;
+    p->value.norm = alone ? DG_V_NORMED : DG_V_PLAIN;
+    p->store.kind = (int32_t)call->kind;
 }
 
 static bool set_base(dg_call *call) {
     const io_config *config = &call->draft.config;
-    if (!known(call)) return false;
-    bool muse = config->family == IO_FAMILY_MUSE, given = call->context.cos_sin != NULL;
+    bool given = call->context.cos_sin != NULL, laguna = config->family == IO_FAMILY_LAGUNA;
     if (config->rope && !given && (config->rope_scaling[0] || !config->max_position)) {
         cli_fail(
             "%s: RoPE of this config needs its table: cos_sin_cache must be given",
             call->context.file.path);
         return false;
     }
-    float centre = config->zero_centered ? 1.0f : 0.0f;
-    int gain = call->draft.hidden.tensor.data ? DG_GAIN_OWN : DG_GAIN_NONE;
+    if (call->context.k_scales && call->kind < CTXKV_CACHE_FP8_E4M3) {
+        cli_fail(
+            "%s: k_scales are given, the caches are %s, must be F8_E4M3 or F8_E5M2",
+            call->context.file.path, io_dtype_name(dtypes[call->kind]));
+        return false;
+    }
     dg_params *p = &call->base;
-    p->norms.hidden = (dg_norm){1, gain, 0, DG_RSQRT_GPU, centre, config->eps};
-    p->norms.layer = p->norms.hidden;
-    p->norms.layer.present = muse;
-    bool few = call->T < 256 || call->numerics == CTXKV_NUMERICS_INVARIANT;
-    p->norms.order = few ? DG_ORDER_RMS_1024 : DG_ORDER_RMS_256;
-    if (muse) p->norms.order = DG_ORDER_PAIR;
-    if (muse && call->numerics == CTXKV_NUMERICS_PACKED) p->norms.order = DG_ORDER_PACKED;
+    set_norms(call, &p->norms);
     p->project = (dg_project){.rows = {DG_K_ROWS, DG_V_ROWS}, .rank = call->facts.tp_rank};
-    p->key = (dg_key){.norm = muse ? CTXKV__K_PLAIN : CTXKV__K_RMS, .times = 1, .gain = !muse};
-    p->key.rope = !config->rope ? CTXKV__ROPE_NONE : muse ? CTXKV__ROPE_GPTJ : CTXKV__ROPE_NEOX;
-    p->key.table = given ? DG_TABLE_GIVEN : DG_TABLE_GPU;
-    p->key.eps = config->eps;
-    p->key.theta = config->theta;
+    if (call->draft.bias.tensor.data) p->project.bias = laguna ? DG_BIAS_AFTER : DG_BIAS_BEFORE;
+    set_values(call, p);
     call->table_rows = given                  ? call->context.table_rows
                        : config->max_position ? config->max_position
                                               : INT64_C(1) << 40;
@@ -252,8 +290,10 @@ bool dg_open(
         (before && !bind_caches(call, &call->before_file, false, &call->before))) {
         return false;
     }
-    call->facts = (dg_facts){
-        (int32_t)(call->D / 16), (int32_t)call->block_size, (int32_t)tp_size, (int32_t)tp_rank};
+    call->facts = (dg_facts){(int32_t)(call->D / 16), (int32_t)call->block_size,
+                             (int32_t)tp_size,        (int32_t)tp_rank,
+                             (int32_t)call->dim,      (int32_t)call->draft.config.rotary_dim,
+                             call->draft.config.eps};
     return (before || guess_fill(call)) && find_q_rows(call) && make_gains(call) &&
            set_base(call) && open_ranks(call, tp_size);
 }
@@ -266,7 +306,8 @@ void dg_close(dg_call *call) {
     free(call->before);
     free(call->q_rows);
     free(call->gains);
-    free(call->bias);
+    for (int64_t i = 0; call->widened && i < 2 * call->L; ++i) free(call->widened[i]);
+    free(call->widened);
     io_safetensors_close(&call->before_file);
     io_safetensors_close(&call->cache);
     io_context_close(&call->context);

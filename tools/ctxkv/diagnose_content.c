@@ -30,6 +30,7 @@ static void project_work(dg_worker *w, void *user, int64_t index) {
     making *m = user;
     int part = (int)(index % 2);
     int64_t h = index / 2, dim = m->call->dim;
+    if (part && m->p->value.source != DG_V_PROJECTED) return;
     uint16_t *out = projected_at(m, m->layer, m->first, h) + part * dim;
     dg_project_rows(
         w, &m->p->project, m->layer, part, h, 0, dim, m->x, m->rows, out, m->call->H * 2 * dim);
@@ -52,20 +53,15 @@ static bool project(making *m, dg_worker **workers) {
     return true;
 }
 
-static void to_stored(const dg_call *call, const dg_key *p, uint16_t *values) {
-    for (int64_t i = 0; i < call->dim && p->fp16; ++i) values[i] = dg_half(values[i]);
-}
-
 // ---- positions of another order: found by trying every row's position for each row -------------
 static bool position_fits(
     dg_worker *w, making *m, int64_t layer, int64_t row, int64_t cell, int64_t position) {
     const dg_call *call = m->call;
     uint16_t key[CTXKV__MAX_HEAD_DIM];
     const uint16_t *in = projected_at(m, layer, row, 0);
-    if (!dg_finish_key(w, &m->p->key, layer, position, in, key)) return false;
-    to_stored(call, &m->p->key, key);
+    if (!dg_finish_key(w, m->p, layer, position, in, key)) return false;
     const uint8_t *recorded = dg_recorded(call, layer, cell);
-    if (m->p->key.swapped) recorded += call->dim * 2;
+    if (m->p->store.swapped) recorded += call->dim * 2;
     return !memcmp(recorded, key, (size_t)call->dim * 2);
 }
 
@@ -87,19 +83,19 @@ static void order_work(dg_worker *w, void *user, int64_t row) {
 static void finish_work(dg_worker *w, void *user, int64_t index) {
     making *m = user;
     const dg_call *call = m->call;
-    const dg_key *p = &m->p->key;
+    const dg_params *p = m->p;
     int64_t l = index / call->T, t = index % call->T, dim = call->dim;
-    int64_t position = m->content->positions ? m->content->positions[t] : dg_position(call, p, t);
+    int64_t position =
+        m->content->positions ? m->content->positions[t] : dg_position(call, &p->key, t);
+    bool swapped = p->store.swapped, own = p->value.source == DG_V_PROJECTED;
     uint8_t *computed = &m->content->computed[index];
     *computed = 1;
     for (int64_t h = 0; h < call->H && *computed; ++h) {
         uint16_t *cell = m->content->cells + (index * call->H + h) * 2 * dim;
         const uint16_t *in = projected_at(m, l, t, h);
-        *computed = dg_finish_key(w, p, l, position, in, cell + (p->swapped ? dim : 0));
-        uint16_t *v = cell + (p->swapped ? 0 : dim);
-        memcpy(v, in + dim, (size_t)dim * 2);
-        to_stored(call, p, cell);
-        to_stored(call, p, cell + dim);
+        *computed =
+            dg_finish_key(w, p, l, position, in, cell + (swapped ? dim : 0)) &&
+            dg_finish_value(w, p, l, position, own ? in + dim : in, cell + (swapped ? 0 : dim));
     }
 }
 
@@ -111,8 +107,10 @@ bool dg_content_make(
     *content = (dg_content){0};
     content->cells = malloc(rows * (size_t)(call->H * 2 * call->dim) * 2 + 1);
     content->computed = calloc(rows + 1, 1);
+    bool projected = p->value.source == DG_V_PROJECTED;
     bool same = base && !memcmp(&p->norms, &call->base.norms, sizeof p->norms) &&
-                !memcmp(&p->project, &call->base.project, sizeof p->project);
+                !memcmp(&p->project, &call->base.project, sizeof p->project) &&
+                (!projected || call->base.value.source == DG_V_PROJECTED);
     bool ok = content->cells && content->computed;
     if (same) {
         content->projected = base->projected;
@@ -146,37 +144,39 @@ const uint16_t *dg_content_cell(
 }
 
 // ---- one cell ----------------------------------------------------------------------------------
-static bool value_fits(
-    dg_worker *w, const dg_params *p, const dg_probe *probe, int part, const uint8_t *recorded) {
+static bool columns_fit(
+    dg_worker *w, const dg_params *p, const dg_probe *probe, const uint8_t *recorded) {
     const dg_call *call = dg_worker_call(w);
+    int part = p->value.source == DG_V_PROJECTED;
     for (int64_t first = 0; first < call->dim; first += DG_UNIT) {
         uint16_t unit[DG_UNIT];
-        memcpy(
-            unit, dg_memo_unit(w, p, probe->layer, probe->row, part, probe->head, first),
-            sizeof unit);
-        for (int i = 0; i < DG_UNIT && p->key.fp16; ++i) unit[i] = dg_half(unit[i]);
+        const uint16_t *in = dg_memo_unit(w, p, probe->layer, probe->row, part, probe->head, first);
+        dg_finish_columns(call, p, probe->layer, in, DG_UNIT, unit);
         if (memcmp(unit, recorded + first * 2, sizeof unit)) return false;
     }
     return true;
 }
 
-static bool key_fits(
-    dg_worker *w, const dg_params *p, const dg_probe *probe, const uint8_t *recorded) {
+// A head of K, or of a V that is made of all its columns or of K at its position.
+static bool head_fits(
+    dg_worker *w, const dg_params *p, const dg_probe *probe, int part, const uint8_t *recorded) {
     const dg_call *call = dg_worker_call(w);
     uint16_t in[CTXKV__MAX_HEAD_DIM], out[CTXKV__MAX_HEAD_DIM];
+    int from = part && p->value.source == DG_V_PROJECTED;
     for (int64_t first = 0; first < call->dim; first += DG_UNIT) {
         memcpy(
-            in + first, dg_memo_unit(w, p, probe->layer, probe->row, 0, probe->head, first),
+            in + first, dg_memo_unit(w, p, probe->layer, probe->row, from, probe->head, first),
             DG_UNIT * 2);
     }
     int64_t tries = p->key.other_order ? call->T : 1;
     for (int64_t i = 0; i < tries; ++i) {
         int64_t position = dg_position(call, &p->key, p->key.other_order ? i : probe->row);
-        if (!dg_finish_key(w, &p->key, probe->layer, position, in, out)) {
+        bool made = part ? dg_finish_value(w, p, probe->layer, position, in, out)
+                         : dg_finish_key(w, p, probe->layer, position, in, out);
+        if (!made) {
             if (tries == 1) return true; // not written: nothing to hold against it
             continue;
         }
-        to_stored(call, &p->key, out);
         if (!memcmp(out, recorded, (size_t)call->dim * 2)) return true;
     }
     return false;
@@ -187,8 +187,9 @@ static bool fits(dg_worker *w, const dg_params *p, const dg_probe *probe, int64_
     const dg_call *call = dg_worker_call(w);
     if (cell < 0) return false;
     const uint8_t *recorded = dg_recorded(call, probe->layer, cell) + probe->part * call->dim * 2;
-    int part = p->key.swapped ? 1 - probe->part : probe->part;
-    return part ? value_fits(w, p, probe, 1, recorded) : key_fits(w, p, probe, recorded);
+    int part = p->store.swapped ? 1 - probe->part : probe->part;
+    if (part && dg_value_alone(&p->value)) return columns_fit(w, p, probe, recorded);
+    return head_fits(w, p, probe, part, recorded);
 }
 
 static bool row_untouched(const dg_call *call, const dg_params *p, const dg_probe *probe) {

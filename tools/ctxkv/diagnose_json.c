@@ -7,6 +7,7 @@
 #include "cli.h"
 #include "diagnose.h"
 #include "json.h"
+#include "place.h"
 
 bool dg_put_json(json_t *root, size_t flags) {
     char *text = io_json_text(root, flags);
@@ -20,8 +21,8 @@ bool dg_put_json(json_t *root, size_t flags) {
 static json_t *spot_json(const dg_call *call, const dg_spot *spot) {
     int64_t per_block = call->H * call->block_size, rest = spot->cell % per_block;
     char recorded[8], expected[8];
-    snprintf(recorded, sizeof recorded, "0x%04x", spot->recorded);
-    snprintf(expected, sizeof expected, "0x%04x", spot->expected);
+    snprintf(recorded, sizeof recorded, "0x%0*x", dg_digits(call), spot->recorded);
+    snprintf(expected, sizeof expected, "0x%0*x", dg_digits(call), spot->expected);
     return json_pack(
         "{s:I, s:o, s:I, s:I, s:I, s:s, s:I, s:s, s:s}", "layer", (json_int_t)spot->layer, "row",
         spot->row < 0 ? json_null() : json_integer(spot->row), "block",
@@ -147,9 +148,10 @@ bool dg_print_json(const dg_call *call, const dg_result *result, const dg_report
     json_object_set_new(
         root, "shape",
         json_pack(
-            "{s:I, s:I, s:I, s:I, s:I, s:I}", "layers", (json_int_t)call->L, "rows",
+            "{s:I, s:I, s:I, s:I, s:I, s:I, s:s}", "layers", (json_int_t)call->L, "rows",
             (json_int_t)call->T, "heads", (json_int_t)call->H, "head_dim", (json_int_t)call->dim,
-            "num_blocks", (json_int_t)call->blocks, "block_size", (json_int_t)call->block_size));
+            "num_blocks", (json_int_t)call->blocks, "block_size", (json_int_t)call->block_size,
+            "cache_type", cli_cache_names[call->kind]));
     json_object_set_new(root, "model", json_string(call->model));
     json_object_set_new(root, "cache", json_string(call->cache_path));
     json_object_set_new(root, "tried_hypotheses", json_integer(result->instance_count));

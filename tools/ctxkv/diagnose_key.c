@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The K stages with their faults: K norm, rotary table, RoPE, the stored format.
+// The K stages with their faults: K norm, rotary table, RoPE.
 #include <math.h>
 #include <string.h>
 
+#include "../../src/ops/norms.h"
 #include "../../src/ops/numerics.h"
 #include "../../src/ops/rope.h"
 #include "diagnose.h"
@@ -26,30 +27,31 @@ static float scale_of(const dg_key *p, const float *k, int64_t n) {
     }
 }
 
-static void norm_key(const dg_call *call, const dg_key *p, int64_t layer, float *k) {
-    int64_t n = call->dim, l = layer;
-    if (p->norm == CTXKV__K_ABSENT) return;
-    if (p->layers == DG_FIRST) l = 0;
-    if (p->layers == DG_NEXT) l = (layer + 1) % call->L;
-    if (p->layers == DG_PREVIOUS) l = (layer + call->L - 1) % call->L;
-    float scale = scale_of(p, k, n);
+static float gain_of(const dg_call *call, const dg_key *p, int64_t index) {
     const DLTensor *weight = &call->draft.k_norm.tensor;
+    bool fp32 = weight->dtype.bits == 32;
+    float gain;
+    const char *at = (const char *)weight->data + index * (fp32 ? 4 : 2);
+    ctxkv__gains(at, fp32, 1, p->centre, &gain);
+    return p->gain_bf16 ? ctxkv__round_bf16(gain) : gain;
+}
+
+static void norm_key(const dg_call *call, const dg_key *p, int64_t layer, float *k) {
+    int64_t n = call->dim, l = dg_source_layer(call, p->layers, layer);
+    if (p->norm == CTXKV__K_ABSENT) return;
+    float scale = scale_of(p, k, n);
     for (int64_t i = 0; i < n; ++i) {
         k[i] = k[i] * scale;
-        if (p->gain && weight->data) {
-            float gain;
-            bool fp32 = weight->dtype.bits == 32;
-            const char *at = (const char *)weight->data + (l * n + i) * (fp32 ? 4 : 2);
-            ctxkv__gains(at, fp32, 1, 0.0f, &gain);
-            k[i] = k[i] * gain;
-        }
-        if (!p->unrounded) k[i] = ctxkv__from_bf16(ctxkv__to_bf16(k[i]));
+        if (p->gain) k[i] = k[i] * gain_of(call, p, l * n + i);
+        if (!p->unrounded) k[i] = ctxkv__round_bf16(k[i]);
     }
 }
 
-static void table_wide(const dg_key *p, int64_t dim, int64_t position, float *c, float *s) {
-    for (int64_t j = 0; j < dim / 2; ++j) {
-        double power = (double)(2 * j) / (double)dim;
+// ---- the table ---------------------------------------------------------------------------------
+static void table_wide(const dg_key *p, int64_t position, float *c, float *s) {
+    int64_t spread = p->spread ? p->spread : p->rotary;
+    for (int64_t j = 0; j < p->rotary / 2; ++j) {
+        double power = (double)(2 * j) / (double)spread;
         if (p->table == DG_TABLE_FP64) {
             double angle = (double)position / pow((double)p->theta, power);
             c[j] = (float)cos(angle);
@@ -63,31 +65,45 @@ static void table_wide(const dg_key *p, int64_t dim, int64_t position, float *c,
     }
 }
 
-static void table_row(const dg_call *call, const dg_key *p, int64_t position, float *c, float *s) {
-    int64_t half = call->dim / 2;
+static float given(const dg_call *call, const dg_key *p, int64_t i) {
+    static const enum ctxkv__float_type types[] = {
+        CTXKV__TABLE_BF16, CTXKV__TABLE_FP16, CTXKV__TABLE_FP32};
+    io_dtype dtype = call->context.table_dtype;
+    int type = dtype == IO_F32 ? 2 : dtype == IO_F16;
+    float x = ctxkv__table_value(call->context.cos_sin, types[type], i);
+    if (p->table_round == DG_TO_BF16) return ctxkv__round_bf16(x);
+    return p->table_round == DG_TO_FP16 ? ctxkv__from_fp16(ctxkv__to_fp16(x)) : x;
+}
+
+static void table_row(
+    const dg_call *call, const dg_key *p, int64_t layer, int64_t position, float *c, float *s) {
+    int64_t half = p->rotary / 2;
     if (p->table == DG_TABLE_GIVEN) {
+        int64_t list = call->context.table_lists > 1 ? layer : 0;
+        int64_t row = (list * call->context.table_rows + position) * p->rotary;
         for (int64_t j = 0; j < half; ++j) {
-            c[j] = ctxkv__load_bf16(call->context.cos_sin, position * call->dim + j);
-            s[j] = ctxkv__load_bf16(call->context.cos_sin, position * call->dim + half + j);
+            c[j] = given(call, p, row + j);
+            s[j] = given(call, p, row + half + j);
         }
         return;
     }
     if (p->table == DG_TABLE_CPU || p->table == DG_TABLE_FP64) {
-        table_wide(p, call->dim, position, c, s);
+        table_wide(p, position, c, s);
     } else {
         float inverse[CTXKV__MAX_HEAD_DIM];
-        ctxkv__rope_inv_freq(p->theta, call->dim, inverse);
+        ctxkv__rope_inv_freq(p->theta, p->spread ? p->spread : p->rotary, inverse);
         ctxkv__rope_row(inverse, half, position, c, s);
     }
     for (int64_t j = 0; j < half && p->table != DG_TABLE_GPU_FP32; ++j) {
-        c[j] = ctxkv__from_bf16(ctxkv__to_bf16(c[j]));
-        s[j] = ctxkv__from_bf16(ctxkv__to_bf16(s[j]));
+        c[j] = ctxkv__round_bf16(c[j]);
+        s[j] = ctxkv__round_bf16(s[j]);
     }
 }
 
 static void rotate(const dg_key *p, int64_t dim, const float *c, const float *s, float *k) {
-    int64_t half = dim / 2;
+    int64_t half = p->rotary / 2;
     bool gptj = p->rope == CTXKV__ROPE_GPTJ;
+    if (p->last) k += dim - p->rotary;
     for (int64_t j = 0; j < half; ++j) {
         float *first = gptj ? &k[2 * j] : &k[j], *second = gptj ? &k[2 * j + 1] : &k[j + half];
         float x = *first, y = *second;
@@ -100,40 +116,33 @@ int64_t dg_position(const dg_call *call, const dg_key *p, int64_t row) {
     return call->context.positions ? call->context.positions[row] + p->shift : 0;
 }
 
-bool dg_finish_key(
-    dg_worker *w, const dg_key *p, int64_t layer, int64_t position, const uint16_t *in,
-    uint16_t *out) {
+bool dg_key_stages(
+    dg_worker *w, const dg_key *p, int64_t layer, int64_t position, int source, const uint16_t *in,
+    float *k) {
     const dg_call *call = dg_worker_call(w);
-    float k[CTXKV__MAX_HEAD_DIM];
     int64_t n = call->dim;
-    if (p->norm == CTXKV__K_ABSENT && p->rope == CTXKV__ROPE_NONE) {
-        memcpy(out, in, (size_t)n * sizeof *out);
-        return true;
-    }
     for (int64_t i = 0; i < n; ++i) k[i] = ctxkv__from_bf16(in[i]);
-    norm_key(call, p, layer, k);
-    if (p->rope != CTXKV__ROPE_NONE) {
-        if (position < 0 || position >= call->table_rows) return false;
-        bool filled;
-        float *c = dg_worker_table(w, p, position, &filled), *s = c + n / 2;
-        if (!filled) table_row(call, p, position, c, s);
-        for (int turn = 0; turn < p->times; ++turn) {
-            rotate(p, n, c, s, k);
-            for (int64_t i = 0; i < n; ++i) k[i] = ctxkv__from_bf16(ctxkv__to_bf16(k[i]));
-        }
+    if (source >= DG_V_NORMED_K) norm_key(call, p, layer, k);
+    if (source < DG_V_ROTATED_K || p->rope == CTXKV__ROPE_NONE) return true;
+    if (position < 0 || position >= call->table_rows) return false;
+    int64_t own = dg_source_layer(call, p->table_layers, layer);
+    bool filled;
+    float *c = dg_worker_table(w, p, own, position, &filled), *s = c + n / 2;
+    if (!filled) table_row(call, p, own, position, c, s);
+    for (int turn = 0; turn < p->times; ++turn) {
+        for (int64_t i = 0; turn && i < n; ++i) k[i] = ctxkv__round_bf16(k[i]);
+        rotate(p, n, c, s, k);
     }
-    for (int64_t i = 0; i < n; ++i) out[i] = ctxkv__to_bf16(k[i]);
     return true;
 }
 
-uint16_t dg_half(uint16_t bf16) {
-    uint32_t b = (uint32_t)bf16 << 16, sign = b >> 16 & 0x8000u, magnitude = b & 0x7FFFFFFFu;
-    if (magnitude > 0x7F800000u) return (uint16_t)(sign | 0x7E00u);
-    if (magnitude >= 0x47800000u) return (uint16_t)(sign | 0x7C00u);
-    if (magnitude < 0x38800000u) { // subnormal in FP16: units of 2^-24
-        float units = ctxkv__float(magnitude) * 0x1p24f;
-        return (uint16_t)(sign | (uint32_t)nearbyintf(units));
-    }
-    // 8 significant bits fit in FP16's 11: nothing is rounded.
-    return (uint16_t)(sign | ((magnitude - 0x38000000u) >> 13));
+bool dg_finish_key(
+    dg_worker *w, const dg_params *p, int64_t layer, int64_t position, const uint16_t *in,
+    uint16_t *out) {
+    const dg_call *call = dg_worker_call(w);
+    float k[CTXKV__MAX_HEAD_DIM];
+    if (!dg_key_stages(w, &p->key, layer, position, DG_V_ROTATED_K, in, k)) return false;
+    bool copied = p->key.norm == CTXKV__K_ABSENT && p->key.rope == CTXKV__ROPE_NONE;
+    dg_put(call, &p->store, layer, 0, k, copied ? in : NULL, call->dim, out);
+    return true;
 }

@@ -79,13 +79,6 @@ static bool is_fp32(const io_view *view) {
     return view && view->tensor.dtype.bits == 32;
 }
 
-static int64_t source_layer(const dg_call *call, int layers, int64_t l) {
-    return layers == DG_FIRST      ? 0
-           : layers == DG_NEXT     ? (l + 1) % call->L
-           : layers == DG_PREVIOUS ? (l + call->L - 1) % call->L
-                                   : l;
-}
-
 void dg_normed(dg_worker *w, const dg_norms *p, int64_t layer, int64_t row, uint16_t *out) {
     const dg_call *call = dg_worker_call(w);
     float *v = dg_worker_scratch(w)->values;
@@ -96,7 +89,7 @@ void dg_normed(dg_worker *w, const dg_norms *p, int64_t layer, int64_t row, uint
         for (int64_t i = 0; i < n; ++i) v[i] = ctxkv__from_bf16(ctxkv__to_bf16(v[i]));
     bool own = p->layer.gain == DG_GAIN_OWN;
     const float *weight =
-        own ? call->gains + (1 + source_layer(call, p->layers, layer)) * n : call->gains;
+        own ? call->gains + (1 + dg_source_layer(call, p->layers, layer)) * n : call->gains;
     bool fp32 = own ? is_fp32(call->draft.layer_norms) : is_fp32(&call->draft.hidden);
     apply_norm(p, &p->layer, weight, fp32, n, v);
     for (int64_t i = 0; i < n; ++i) out[i] = ctxkv__to_bf16(v[i]);

@@ -16,7 +16,7 @@ static const io_draft *draft_of(const dg_call *call, int32_t rank) {
 
 static const uint16_t *block_of(const dg_call *call, const dg_project *p, int64_t l, int part) {
     const io_draft *draft = draft_of(call, p->rank);
-    return draft->weights[2 * l + part].tensor.data;
+    return draft->weights[draft->parts * l + part].tensor.data;
 }
 
 // W[n][k] of a matrix whose bytes are read as its transpose: element k*rows + n of the block.
@@ -26,7 +26,8 @@ static weight gather_transposed(
     uint16_t *to = dg_worker_scratch(w)->weights;
     int64_t rows = call->H * call->dim, size = rows * call->D;
     bool stacked = p->transposed == 2;
-    const uint16_t *blocks[2] = {block_of(call, p, l, 0), block_of(call, p, l, 1)};
+    int second = call->draft.parts == 2; // K alone is never stacked
+    const uint16_t *blocks[2] = {block_of(call, p, l, 0), block_of(call, p, l, second)};
     int64_t width = stacked ? 2 * rows : rows;
     for (int64_t k = 0; k < call->D; ++k) {
         for (int64_t n = 0; n < count; ++n) {
@@ -41,10 +42,7 @@ static weight gather_transposed(
 static weight weight_of(
     dg_worker *w, const dg_project *p, int64_t layer, int part, int64_t first, int64_t count) {
     const dg_call *call = dg_worker_call(w);
-    int64_t l = p->layers == DG_FIRST      ? 0
-                : p->layers == DG_NEXT     ? (layer + 1) % call->L
-                : p->layers == DG_PREVIOUS ? (layer + call->L - 1) % call->L
-                                           : layer;
+    int64_t l = dg_source_layer(call, p->layers, layer);
     int rows = p->rows[part];
     if (rows >= DG_Q_ROWS) {
         int64_t skip = rows == DG_Q_ROWS_AFTER ? call->H * call->dim : 0;
@@ -55,6 +53,22 @@ static weight weight_of(
     }
     if (p->transposed) return gather_transposed(w, p, l, rows, first, count);
     return (weight){block_of(call, p, l, rows) + first * call->D, call->D};
+}
+
+// The bias of some columns; NULL: none.
+static const float *bias_of(
+    const dg_call *call, const dg_project *p, int64_t layer, int part, int64_t column,
+    int64_t count, float *to) {
+    const io_draft *draft = draft_of(call, p->rank);
+    int64_t l = dg_source_layer(call, p->bias_layers, layer), width = call->H * call->dim;
+    bool none =
+        p->bias == DG_BIAS_NONE || p->bias_parts == (part ? DG_BIAS_K_ONLY : DG_BIAS_V_ONLY);
+    if (none) return NULL;
+    if (p->bias_parts == DG_BIAS_SWAPPED) part = 1 - part;
+    int64_t first = (draft->parts * l + part) * width + column;
+    for (int64_t i = 0; i < count; ++i)
+        to[i] = ctxkv__load_bf16(draft->bias.tensor.data, first + i);
+    return to;
 }
 
 static float rounded(float x) {
@@ -109,8 +123,8 @@ void dg_project_rows(
     const dg_call *call = dg_worker_call(w);
     int64_t column = h * call->dim + first;
     weight from = weight_of(w, p, layer, part, column, count);
-    const float *bias = call->bias;
-    if (bias) bias += (2 * layer + part) * call->H * call->dim + column;
+    float values[DG_COLUMNS];
+    const float *bias = bias_of(call, p, layer, part, column, count, values);
     if (p->mode == DG_EXACT) {
         struct ctxkv__weight_block block = {from.data, from.stride};
         struct ctxkv__projection_args args = {
@@ -120,6 +134,7 @@ void dg_project_rows(
             .block_columns = count,
             .blocks = &block,
             .bias = bias,
+            .round_first = p->bias == DG_BIAS_AFTER,
             .rows = rows,
             .x = x,
             .x_row_stride = call->D,
@@ -132,7 +147,7 @@ void dg_project_rows(
     for (int64_t t = 0; t < rows; ++t) {
         for (int64_t n = 0; n < count; ++n) {
             float sum = one_output(p, x + t * call->D, from.data + n * from.stride, call->D);
-            if (bias) sum = sum + bias[n];
+            if (bias) sum = (p->bias == DG_BIAS_AFTER ? rounded(sum) : sum) + bias[n];
             out[t * out_stride + n] = ctxkv__to_bf16(sum);
         }
     }

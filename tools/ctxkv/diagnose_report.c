@@ -25,10 +25,11 @@ static uint16_t word(const void *data, int64_t i) {
     return value;
 }
 
-// BF16 values in their order; the distance of two is a count of representable values.
-static int64_t ordered(uint16_t bits) {
-    int64_t magnitude = bits & 0x7FFF;
-    return bits & 0x8000 ? -magnitude : magnitude;
+// Values in their order; the distance of two is a count of representable values.
+static int64_t ordered(const dg_call *call, uint16_t bits) {
+    int sign = dg_digits(call) == 2 ? 0x80 : 0x8000;
+    int64_t magnitude = bits & (sign - 1);
+    return bits & sign ? -magnitude : magnitude;
 }
 
 static int64_t cell_of_place(const dg_call *call, int64_t place, int64_t h) {
@@ -71,7 +72,7 @@ static void compare_head(survey *s, int64_t row, int64_t h, int part, bool count
         if (!counted) continue;
         if (!to->elements++)
             to->first = (dg_spot){s->layer, cell, row, part * dim + i, recorded, want[i]};
-        int64_t ulp = llabs(ordered(recorded) - ordered(want[i]));
+        int64_t ulp = llabs(ordered(call, recorded) - ordered(call, want[i]));
         if (ulp > to->max_ulp) to->max_ulp = ulp;
         to->heads += !s->seen[part][h];
         to->columns += !s->seen[part][call->H + i];
@@ -163,7 +164,11 @@ static void tell_start(const dg_call *call, dg_report *report) {
     const char *also = placed ? "; the placement differs, too" : "";
     if (elements[1] && elements[0]) {
         snprintf(
-            to, size, "in the norms or the projection: V differs already, in %s%s", layers, also);
+            to, size, "%s: V differs already, in %s%s",
+            call->kind == CTXKV_CACHE_BF16
+                ? "in the norms or the projection"
+                : "in the norms, the projection or the conversion to the cache's type",
+            layers, also);
     } else if (elements[0]) {
         snprintf(
             to, size,
@@ -172,7 +177,9 @@ static void tell_start(const dg_call *call, dg_report *report) {
             layers, also);
     } else if (elements[1]) {
         snprintf(
-            to, size, "in the V weights or in V's way to the cache: V differs in %s, K nowhere%s",
+            to, size,
+            "in the V weights, V's norm or scale, or V's way to the cache: V differs in %s, K "
+            "nowhere%s",
             layers, also);
     } else if (placed) {
         snprintf(to, size, "in the placement: the rows that were written have the right bits");

@@ -13,10 +13,11 @@ void dg_spot_text(const dg_call *call, const dg_spot *spot, char *to, size_t siz
     snprintf(
         to, size,
         "layer %" PRId64 "%s, block %" PRId64 ", offset %" PRId64 ", head %" PRId64
-        ", %s, column %" PRId64 ": recorded 0x%04x, must be 0x%04x%s",
+        ", %s, column %" PRId64 ": recorded 0x%0*x, must be 0x%0*x%s",
         spot->layer, row, spot->cell / per_block, rest % call->block_size, rest / call->block_size,
-        spot->column < call->dim ? "K" : "V", spot->column % call->dim, spot->recorded,
-        spot->expected, spot->row < 0 ? " (no slot names this place)" : "");
+        spot->column < call->dim ? "K" : "V", spot->column % call->dim, dg_digits(call),
+        spot->recorded, dg_digits(call), spot->expected,
+        spot->row < 0 ? " (no slot names this place)" : "");
 }
 
 double dg_explained(const dg_result *result) {
@@ -202,6 +203,21 @@ static void print_sets(
     }
 }
 
+// "V (projection, V norm)": the stages that the part takes.
+static const char *stages(const dg_call *call, int part, char *to, size_t size) {
+    const dg_params *p = &call->base;
+    snprintf(to, size, "%s (projection", part ? "V" : "K");
+    if (!part && p->key.norm != CTXKV__K_ABSENT) append(to, size, ", K norm");
+    if (!part && p->key.rope != CTXKV__ROPE_NONE) append(to, size, ", RoPE");
+    if (part && p->value.source == DG_V_RAW_K) append(to, size, " of K");
+    if (part && p->value.norm != DG_V_PLAIN) append(to, size, ", V norm");
+    if (part && p->value.scale != 0) append(to, size, ", V scale");
+    if (p->store.kind == CTXKV_CACHE_FP16) append(to, size, ", FP16");
+    if (p->store.kind >= CTXKV_CACHE_FP8_E4M3) append(to, size, ", FP8");
+    append(to, size, ")");
+    return to;
+}
+
 void dg_print(const dg_call *call, const dg_result *result, const dg_report *report) {
     char text[2048];
     printf(
@@ -212,8 +228,9 @@ void dg_print(const dg_call *call, const dg_result *result, const dg_report *rep
         bool equal = !layer->part[0].elements && !layer->part[1].elements && !layer->missing &&
                      !layer->elsewhere && !layer->unnamed;
         printf("layer %" PRId64 ": %s\n", l, equal ? "equal" : "differs");
-        print_part(call, &layer->part[1], layer->stored, "V (projection)");
-        print_part(call, &layer->part[0], layer->stored, "K (projection, K norm, RoPE)");
+        for (int part = 1; part >= 0; --part)
+            print_part(
+                call, &layer->part[part], layer->stored, stages(call, part, text, sizeof text));
         print_placement(call, layer);
     }
     if (*report->starts) printf("starts: %s\n", report->starts);

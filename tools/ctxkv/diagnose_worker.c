@@ -25,7 +25,7 @@ typedef struct unit_key {
 typedef struct table_key {
     int64_t position;
     float theta;
-    int32_t table, used, zero;
+    int32_t table, layer, round, rotary, spread, used, zero;
 } table_key;
 
 struct dg_worker {
@@ -117,8 +117,11 @@ const uint16_t *dg_memo_unit(
     return to;
 }
 
-float *dg_worker_table(dg_worker *w, const dg_key *p, int64_t position, bool *filled) {
-    table_key key = {position, p->theta, p->table, 1, 0};
+float *dg_worker_table(
+    dg_worker *w, const dg_key *p, int64_t layer, int64_t position, bool *filled) {
+    if (p->table != DG_TABLE_GIVEN || w->call->context.table_lists == 1) layer = 0;
+    table_key key = {position,  p->theta, p->table, (int32_t)layer, p->table_round, p->rotary,
+                     p->spread, 1,        0};
     size_t slot = hash(&key, sizeof key) % TABLES;
     *filled = !memcmp(&w->table_keys[slot], &key, sizeof key);
     w->table_keys[slot] = key;

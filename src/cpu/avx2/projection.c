@@ -8,23 +8,11 @@
 // the chunk redone by the scalar truth for the columns concerned. The loops run with MXCSR rounding
 // toward zero, for the one conversion back that needs it; everything else in them is exact.
 #include <immintrin.h>
-#include <stdbool.h>
-#include <string.h>
 
-#include "../../ops/numerics.h"
-#include "../cpu.h"
-
-#define CHUNK 256     // k values of a tile
-#define PARTS 4       // registers of 8 columns
-#define ROW_BLOCK 256 // rows whose accumulators are kept
-#define FEW_ROWS 2    // up to here a small tile: it is used at once and stays in the first cache
-#define FEW_CHUNK 128
-#define AHEAD 256 // k values between a load and its prefetch
-// Exponents are kept as BF16's biased field; a product's is the sum of two (bias 254).
-#define ZERO_EXPONENT (-8000)
-#define SPECIAL_EXPONENT 20000
-#define LOWEST (254 - 100) // below, a product may leave FP32's normal range before it is cut
-#define HIGHEST (254 + 100)
+#define LANES 8
+#define FEW_ROWS 2
+#define PARTS 4 // registers of 8 columns
+#include "../projection_vec.inc"
 
 struct scratch {
     __m256i weights[CHUNK / 2][PARTS];   // pairs (even k low, odd k high), 8 columns each
@@ -34,6 +22,10 @@ struct scratch {
     float acc[ROW_BLOCK][CTXKV__UNIT_COLUMNS];
 };
 _Static_assert(sizeof(struct scratch) <= CTXKV__PROJECTION_SCRATCH, "scratch");
+
+static inline float (*accumulators(struct scratch *s))[CTXKV__UNIT_COLUMNS] {
+    return s->acc;
+}
 
 // int16 lanes: the biased exponent of BF16 bits, subnormals as 1, zeros and specials marked.
 static inline __m256i exponents_of(__m256i bits) {
@@ -70,7 +62,6 @@ static inline void transpose8(__m256i r[8]) {
     memcpy(r, t, sizeof t);
 }
 
-// The tile of weight rows [first, first + columns) and k values [k0, k0 + count).
 static void load_tile(
     struct scratch *s, const struct ctxkv__weight_block *block, int64_t first, int columns,
     int64_t k0, int count, bool ahead) {
@@ -174,38 +165,6 @@ static inline __attribute__((always_inline)) void step(
     *watch = (struct watch){lowest, highest, wrong};
 }
 
-struct place {
-    const struct ctxkv__projection_args *args;
-    const struct ctxkv__weight_block *block;
-    int64_t layer, first, k0;
-    int columns, count;
-};
-
-// Nothing to add: every product is a zero (and none is zero times infinity).
-static bool all_zero(const char *x, const char *w, int count) {
-    for (int k = 0; k < count; k++) {
-        uint16_t a = ctxkv__load16(x, k) & 0x7FFF, b = ctxkv__load16(w, k) & 0x7FFF;
-        if ((a && b) || a >= 0x7F80 || b >= 0x7F80) return false;
-    }
-    return true;
-}
-
-static void redo(
-    const struct place *at, int64_t row, int part, int flags, const float *before, float *acc) {
-    const struct ctxkv__projection_args *a = at->args;
-    const char *x =
-        (const char *)a->x + 2 * (at->layer * a->x_layer_stride + row * a->x_row_stride + at->k0);
-    for (int c = 0; c < 8; c++) {
-        if (!(flags >> c & 1) || 8 * part + c >= at->columns) continue;
-        const char *w = (const char *)at->block->data +
-                        2 * ((at->first + 8 * part + c) * at->block->row_stride + at->k0);
-        bool finite = (ctxkv__bits(before[c]) & 0x7F800000u) != 0x7F800000u;
-        acc[c] = finite && all_zero(x, w, at->count)
-                     ? before[c]
-                     : ctxkv__projection_chain(x, w, 0, at->count, before[c]);
-    }
-}
-
 static int flagged(const struct watch *w) {
     __m256i out = _mm256_or_si256(
         _mm256_cmpgt_epi32(_mm256_set1_epi32(LOWEST), w->lowest),
@@ -244,7 +203,7 @@ static inline __attribute__((always_inline)) bool run_rows(
 }
 
 // MXCSR changes around the call, so nothing in here may move out of it.
-static __attribute__((noinline)) void run_tile(
+static __attribute__((noinline)) void rows_of_tile(
     struct scratch *s, const struct place *at, int64_t row, int64_t end) {
     for (int64_t t = row; t < end;) {
         int64_t next = t + (end - t >= 2 ? 2 : 1);
@@ -255,44 +214,11 @@ static __attribute__((noinline)) void run_tile(
     }
 }
 
-static void write_rows(
-    const struct scratch *s, const struct place *at, int64_t row_block, int64_t row_end) {
-    const struct ctxkv__projection_args *a = at->args;
-    int64_t block = at->block - a->blocks;
-    int64_t column = block % a->parts * a->block_columns + at->first;
-    const float *bias = a->bias ? a->bias + at->layer * a->parts * a->block_columns + column : 0;
-    for (int64_t t = row_block; t < row_end; t++) {
-        int64_t out = at->layer * a->kv_layer_stride + t * a->kv_row_stride + column;
-        for (int c = 0; c < at->columns; c++) {
-            float y = s->acc[t - row_block][c];
-            if (bias && a->round_first) y = ctxkv__round_bf16(y);
-            if (bias) y = y + bias[c];
-            ctxkv__store16(a->kv, out + c, ctxkv__to_bf16(y));
-        }
-    }
-}
-
-static void run_unit(const struct ctxkv__projection_args *a, int64_t unit, struct scratch *s) {
-    int64_t per_block = ctxkv__projection_units_per_block(a), block = unit / per_block;
-    struct place at = {
-        a, &a->blocks[block], block / a->parts, unit % per_block * CTXKV__UNIT_COLUMNS, 0, 0, 0};
-    int64_t left = a->block_columns - at.first;
-    at.columns = left < CTXKV__UNIT_COLUMNS ? (int)left : CTXKV__UNIT_COLUMNS;
-    for (int64_t row = 0; row < a->rows; row += ROW_BLOCK) {
-        int64_t end = a->rows - row < ROW_BLOCK ? a->rows : row + ROW_BLOCK;
-        memset(s->acc, 0, (size_t)(end - row) * sizeof s->acc[0]);
-        int64_t chunk = end - row <= FEW_ROWS ? FEW_CHUNK : CHUNK;
-        for (at.k0 = 0; at.k0 < a->hidden_size; at.k0 += chunk) {
-            int64_t rest = a->hidden_size - at.k0;
-            at.count = (int)(rest < chunk ? rest : chunk);
-            load_tile(s, at.block, at.first, at.columns, at.k0, at.count, rest >= AHEAD + chunk);
-            unsigned mode = _mm_getcsr();
-            _mm_setcsr(mode | _MM_ROUND_TOWARD_ZERO);
-            run_tile(s, &at, row, end);
-            _mm_setcsr(mode);
-        }
-        write_rows(s, &at, row, end);
-    }
+static void run_tile(struct scratch *s, const struct place *at, int64_t row, int64_t end) {
+    unsigned mode = _mm_getcsr();
+    _mm_setcsr(mode | _MM_ROUND_TOWARD_ZERO);
+    rows_of_tile(s, at, row, end);
+    _mm_setcsr(mode);
 }
 
 void ctxkv__projection_avx2(

@@ -8,22 +8,10 @@
 // bits. What this cannot hold (emax far out, NaN, infinities, a sum past 31 bits) is flagged and
 // the chunk redone by the scalar truth for the columns concerned.
 #include <immintrin.h>
-#include <stdbool.h>
-#include <string.h>
 
-#include "../../ops/numerics.h"
-#include "../cpu.h"
-
-#define CHUNK 256     // k values of a tile
-#define ROW_BLOCK 256 // rows whose accumulators are kept
-#define FEW_ROWS 4    // up to here a small tile: it is used at once and stays in the first cache
-#define FEW_CHUNK 128
-#define AHEAD 256 // k values between a load and its prefetch
-// Exponents are kept as BF16's biased field; a product's is the sum of two (bias 254).
-#define ZERO_EXPONENT (-8000)
-#define SPECIAL_EXPONENT 20000
-#define LOWEST (254 - 100) // below, a product may leave FP32's normal range before it is cut
-#define HIGHEST (254 + 100)
+#define LANES 16
+#define FEW_ROWS 4
+#include "../projection_vec.inc"
 
 struct scratch {
     __m512i weights[CHUNK / 2][2];   // pairs (even k low, odd k high), columns 0..15, 16..31
@@ -33,6 +21,10 @@ struct scratch {
     float acc[ROW_BLOCK][CTXKV__UNIT_COLUMNS];
 };
 _Static_assert(sizeof(struct scratch) <= CTXKV__PROJECTION_SCRATCH, "scratch");
+
+static inline float (*accumulators(struct scratch *s))[CTXKV__UNIT_COLUMNS] {
+    return s->acc;
+}
 
 // int16 lanes: the biased exponent of BF16 bits, subnormals as 1, zeros and specials marked.
 static inline __m512i exponents_of(__m512i bits) {
@@ -77,7 +69,6 @@ static inline void transpose16(__m512i r[16]) {
     }
 }
 
-// The tile of weight rows [first, first + columns) and k values [k0, k0 + count).
 static void load_tile(
     struct scratch *s, const struct ctxkv__weight_block *block, int64_t first, int columns,
     int64_t k0, int count, bool ahead) {
@@ -180,39 +171,6 @@ static inline __attribute__((always_inline)) void step(
     *watch = (struct watch){lowest, highest, wrong};
 }
 
-struct place {
-    const struct ctxkv__projection_args *args;
-    const struct ctxkv__weight_block *block;
-    int64_t layer, first, k0;
-    int columns, count;
-};
-
-// Nothing to add: every product is a zero (and none is zero times infinity).
-static bool all_zero(const char *x, const char *w, int count) {
-    for (int k = 0; k < count; k++) {
-        uint16_t a = ctxkv__load16(x, k) & 0x7FFF, b = ctxkv__load16(w, k) & 0x7FFF;
-        if ((a && b) || a >= 0x7F80 || b >= 0x7F80) return false;
-    }
-    return true;
-}
-
-static void redo(
-    const struct place *at, int64_t row, int half, __mmask16 flags, const float *before,
-    float *acc) {
-    const struct ctxkv__projection_args *a = at->args;
-    const char *x =
-        (const char *)a->x + 2 * (at->layer * a->x_layer_stride + row * a->x_row_stride + at->k0);
-    for (int c = 0; c < 16; c++) {
-        if (!(flags >> c & 1) || 16 * half + c >= at->columns) continue;
-        const char *w = (const char *)at->block->data +
-                        2 * ((at->first + 16 * half + c) * at->block->row_stride + at->k0);
-        bool finite = (ctxkv__bits(before[c]) & 0x7F800000u) != 0x7F800000u;
-        acc[c] = finite && all_zero(x, w, at->count)
-                     ? before[c]
-                     : ctxkv__projection_chain(x, w, 0, at->count, before[c]);
-    }
-}
-
 static __mmask16 flagged(const struct watch *w) {
     return _mm512_cmplt_epi32_mask(w->lowest, _mm512_set1_epi32(LOWEST)) |
            _mm512_cmpgt_epi32_mask(w->highest, _mm512_set1_epi32(HIGHEST)) |
@@ -271,43 +229,6 @@ static void run_tile(struct scratch *s, const struct place *at, int64_t row, int
         // Something was flagged: row by row, so that it costs only the row it is in.
         for (int64_t one = t; !done && one < next; one++) run_rows(s, at, one, row, 1);
         t = next;
-    }
-}
-
-static void write_rows(
-    const struct scratch *s, const struct place *at, int64_t row_block, int64_t row_end) {
-    const struct ctxkv__projection_args *a = at->args;
-    int64_t block = at->block - a->blocks;
-    int64_t column = block % a->parts * a->block_columns + at->first;
-    const float *bias = a->bias ? a->bias + at->layer * a->parts * a->block_columns + column : 0;
-    for (int64_t t = row_block; t < row_end; t++) {
-        int64_t out = at->layer * a->kv_layer_stride + t * a->kv_row_stride + column;
-        for (int c = 0; c < at->columns; c++) {
-            float y = s->acc[t - row_block][c];
-            if (bias && a->round_first) y = ctxkv__round_bf16(y);
-            if (bias) y = y + bias[c];
-            ctxkv__store16(a->kv, out + c, ctxkv__to_bf16(y));
-        }
-    }
-}
-
-static void run_unit(const struct ctxkv__projection_args *a, int64_t unit, struct scratch *s) {
-    int64_t per_block = ctxkv__projection_units_per_block(a), block = unit / per_block;
-    struct place at = {
-        a, &a->blocks[block], block / a->parts, unit % per_block * CTXKV__UNIT_COLUMNS, 0, 0, 0};
-    int64_t left = a->block_columns - at.first;
-    at.columns = left < CTXKV__UNIT_COLUMNS ? (int)left : CTXKV__UNIT_COLUMNS;
-    for (int64_t row = 0; row < a->rows; row += ROW_BLOCK) {
-        int64_t end = a->rows - row < ROW_BLOCK ? a->rows : row + ROW_BLOCK;
-        memset(s->acc, 0, (size_t)(end - row) * sizeof s->acc[0]);
-        int64_t chunk = end - row <= FEW_ROWS ? FEW_CHUNK : CHUNK;
-        for (at.k0 = 0; at.k0 < a->hidden_size; at.k0 += chunk) {
-            int64_t rest = a->hidden_size - at.k0;
-            at.count = (int)(rest < chunk ? rest : chunk);
-            load_tile(s, at.block, at.first, at.columns, at.k0, at.count, rest >= AHEAD + chunk);
-            run_tile(s, &at, row, end);
-        }
-        write_rows(s, &at, row, end);
     }
 }
 
