@@ -7,7 +7,7 @@
 #include "chain_ways.h"
 #include "decode_parts.h"
 
-enum { PACKINGS = 3 };
+enum { PACKINGS = CTXKV__DECODE_PACKINGS + 1 };
 
 struct ctxkv__decode {
     struct ctxkv__decode_shape shape;
@@ -16,7 +16,7 @@ struct ctxkv__decode {
     CUdeviceptr weights[PACKINGS];
     bool fuses; // one kernel may do the whole chain
     size_t bytes, room_offset;
-    int64_t x_layers, most_rows;
+    int64_t x_layers;
     unsigned flags; // CTXKV_DECODE_TABLE_BY2
 };
 
@@ -172,13 +172,6 @@ ctxkv_status ctxkv__decode_create(
     d->shape = ctxkv__decode_shape_of(plan->projection);
     d->packings = ctxkv__decode_packings(&d->shape, d->packing);
     d->x_layers = plan->norms->out_layers;
-    // bench/results/h200.json: with 512 columns a layer, norms + cuBLAS + store were 5 % faster at
-    // 64 rows and 14 % slower at 32.
-    int64_t columns = 2 * plan->projection->args.block_columns;
-    bool near = plan->projection->desc.hidden_size == 8192 && columns == 512;
-    d->most_rows = near ? 48 : CTXKV_DECODE_MAX_ROWS;
-    // bench/results/h200_qwen3.json: with 2048 columns a layer and one norm, 8 and 10 % at 64 rows.
-    if (columns == 2048 && plan->norms->out_layers == 1) d->most_rows = 32;
     layout(plan, &d->room_offset);
     if (plan->store->tables[0].data && !ctxkv__aligned(plan->store->tables[0].data, 16))
         d->flags |= CTXKV_DECODE_TABLE_BY2;
@@ -210,7 +203,7 @@ size_t ctxkv__decode_memory(const struct ctxkv__decode *d) {
 }
 
 bool ctxkv__decode_takes_run(const struct ctxkv__decode *d, const struct ctxkv__chain_call *call) {
-    return d && call->rows <= d->most_rows;
+    return d && call->rows <= CTXKV_DECODE_MAX_ROWS;
 }
 
 static bool cache_by2(const struct ctxkv__cache *c) {

@@ -8,8 +8,8 @@
 struct ctxkv__projection_few {
     struct ctxkv__decode_shape shape;
     int packings;
-    struct ctxkv__decode_packing packing[2];
-    CUdeviceptr weights[2], x; // packed
+    struct ctxkv__decode_packing packing[CTXKV__DECODE_PACKINGS];
+    CUdeviceptr weights[CTXKV__DECODE_PACKINGS], x; // packed
     size_t bytes;
 };
 
@@ -61,7 +61,7 @@ ctxkv_status ctxkv__projection_few_create(
 void ctxkv__projection_few_destroy(
     const struct ctxkv_projection *plan, struct ctxkv__projection_few *f) {
     if (!f) return;
-    for (int i = 0; i < 2; i++) ctxkv__gpu_free(plan->device->gpu, f->weights[i]);
+    for (int i = 0; i < f->packings; i++) ctxkv__gpu_free(plan->device->gpu, f->weights[i]);
     ctxkv__gpu_free(plan->device->gpu, f->x);
     free(f);
 }
@@ -103,7 +103,8 @@ static ctxkv_status launch_layers(
     const struct ctxkv_projection *plan, const struct ctxkv__projection_few *f,
     const struct ctxkv__projection_call *call, const struct ctxkv__decode_cut *cut, int64_t x_layer,
     int64_t first, int64_t count) {
-    int packing = !ctxkv__decode_same_packing(&cut->packing, &f->packing[0]);
+    int packing = 0;
+    while (!ctxkv__decode_same_packing(&cut->packing, &f->packing[packing])) packing++;
     bool kv4 =
         ctxkv__aligned(call->kv, 4) && !(call->kv_row_stride % 2) && !(call->kv_layer_stride % 2);
     ctxkv_decode_params p = {

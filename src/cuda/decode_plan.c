@@ -6,9 +6,18 @@
 
 // FIRST_BYTES: weights asked for before x, enough to come while the norms run.
 // CLUSTER: CTAs of a cluster at most.
-enum { SHARED_STATIC = 4096, WAVE_STAGES = 3, FIRST_BYTES = 96 * 1024, CLUSTER = 8 };
+enum {
+    SHARED_STATIC = 4096,
+    WAVE_STAGES = 3,
+    FIRST_BYTES = 96 * 1024,
+    CLUSTER = 8,
+    FEW_ROWS = 16,
+    SPLIT_ROWS = 48,
+};
+// What blocks of the norms kernel need beside a block of many rows.
+enum { MANY_ROWS = 33, MANY_BESIDE = 35 * 1024 };
 // FUSED_FIRST: stages asked for before x; more of them would be in x's way. FUSED_ROWS: where one
-// kernel was faster, FUSED_ROWS_1 with one head.
+// kernel was faster.
 enum {
     FUSED_TILES = 2 * CTXKV_DECODE_FUSED_CLUSTER,
     FUSED_HIDDEN = 8192,
@@ -16,8 +25,7 @@ enum {
     FUSED_SHARED = 227 * 1024,
     FUSED_FIRST = 2,
     FUSED_LOCAL = 2,
-    FUSED_ROWS = 16,
-    FUSED_ROWS_1 = 8,
+    FUSED_ROWS = 8,
 };
 
 // Columns of the MMAs, and the longest stage there is a kernel for.
@@ -101,7 +109,14 @@ static struct ctxkv__decode_packing pack_half(const struct ctxkv__decode_shape *
     return pack_wave(s, s->multiprocessors / 2, CLUSTER / 2);
 }
 static bool splits_batch(const struct ctxkv__decode_shape *s) {
-    return pack_half(s).tile_rows < 96;
+    const int rows = pack_half(s).tile_rows;
+    return rows <= 32 || (rows > 64 && rows < 96);
+}
+// Up to 16 rows, 16 tiles of 32 columns were faster than 24 of 22: an MMA of 32 takes hardly longer
+// than one of 24, and more multiprocessors are free for the next launch.
+static struct ctxkv__decode_packing pack_few(const struct ctxkv__decode_shape *s) {
+    const struct ctxkv__decode_packing p = pack_wave(s, s->multiprocessors, CLUSTER);
+    return p.tile_rows > 16 && p.tile_rows < 32 && s->head_dim == 64 ? pack(s, 32, 2) : p;
 }
 
 // One kernel for the whole chain: 16 tiles of 16 or 32 rows at most, all in one wave.
@@ -126,23 +141,26 @@ bool ctxkv__decode_fused_packing(
 }
 
 int ctxkv__decode_packings(
-    const struct ctxkv__decode_shape *s, struct ctxkv__decode_packing packings[2]) {
-    packings[0] = pack_wave(s, s->multiprocessors, CLUSTER);
-    if (!splits_batch(s)) return 1;
-    packings[1] = pack_half(s);
-    return ctxkv__decode_same_packing(&packings[0], &packings[1]) ? 1 : 2;
+    const struct ctxkv__decode_shape *s,
+    struct ctxkv__decode_packing packings[CTXKV__DECODE_PACKINGS]) {
+    int count = 0;
+    packings[count++] = pack_wave(s, s->multiprocessors, CLUSTER);
+    const struct ctxkv__decode_packing few = pack_few(s), half = pack_half(s);
+    if (!ctxkv__decode_same_packing(&packings[0], &few)) packings[count++] = few;
+    if (splits_batch(s) && !ctxkv__decode_same_packing(&packings[0], &half))
+        packings[count++] = half;
+    return count;
 }
 
 bool ctxkv__decode_fused_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
-    if (!fuses(s) || rows < 1 || rows > (s->num_heads == 1 ? FUSED_ROWS_1 : FUSED_ROWS))
-        return false;
+    if (!fuses(s) || rows < 1 || rows > FUSED_ROWS) return false;
     struct ctxkv__decode_packing packing;
     if (!ctxkv__decode_fused_packing(s, &packing)) return false;
     const int tile = packing.tile_rows;
     *c = (struct ctxkv__decode_cut){
         .packing = packing,
-        .batch_rows = rows <= 8 ? 8 : 16,
+        .batch_rows = 8,
         .batch_tiles = 1,
         .cluster_tiles = CTXKV_DECODE_FUSED_CLUSTER,
         .cluster_batches = 1,
@@ -163,7 +181,10 @@ bool ctxkv__decode_fused_cut(
 }
 
 // The longest stages of which the ring holds three, or all of K.
-static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_cut *c) {
+static bool fit_ring(
+    const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
+    const size_t beside = SHARED_STATIC + (rows >= MANY_ROWS ? MANY_BESIDE : 0);
+    const size_t most = s->shared_memory - beside;
     for (int k = 0; k < KERNELS; k++) {
         if (kernels[k].columns < c->packing.tile_rows) continue;
         for (int i = 0; i < 2 && kernels[k].steps[i]; i++) {
@@ -178,7 +199,7 @@ static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_c
             const bool alone = c->packing.k_columns == s->head_dim;
             const size_t room =
                 alone ? 0 : (size_t)c->batch_rows * (size_t)c->packing.k_columns * 2;
-            const int fit = (int)((s->shared_memory - SHARED_STATIC - pad - room) / stage);
+            const int fit = (int)((most - pad - room) / stage);
             const int want = 8;
             if (fit < all && fit < (i == 0 && kernels[k].steps[1] ? 5 : WAVE_STAGES)) continue;
             c->columns = kernels[k].columns;
@@ -200,18 +221,20 @@ static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_c
 bool ctxkv__decode_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
     if (!ctxkv__decode_takes(s) || rows < 1 || rows > CTXKV_DECODE_MAX_ROWS) return false;
-    if (s->shared_memory < 64 * 1024) return false;
-    const bool split = rows > 32 && splits_batch(s);
+    if (s->shared_memory < 100 * 1024) return false;
+    const bool split = rows > SPLIT_ROWS && splits_batch(s);
     *c = (struct ctxkv__decode_cut){
-        .packing = split ? pack_half(s) : pack_wave(s, s->multiprocessors, CLUSTER)};
+        .packing = split              ? pack_half(s)
+                   : rows <= FEW_ROWS ? pack_few(s)
+                                      : pack_wave(s, s->multiprocessors, CLUSTER)};
     c->batch_tiles = split ? 2 : 1;
     c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
     c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
     c->cluster_tiles = (int)s->head_dim / c->packing.k_columns;
     c->cluster_batches = c->batch_tiles;
-    c->shares_x = c->cluster_tiles > 1 && rows > 16;
+    c->shares_x = c->cluster_tiles > 1 && rows > 32;
     c->chunks = chunks_of(s);
-    return fit_ring(s, c);
+    return fit_ring(s, rows, c);
 }
 
 size_t ctxkv__decode_x_bytes(

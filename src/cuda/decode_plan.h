@@ -17,7 +17,7 @@ struct ctxkv__decode_shape {
     size_t shared_memory; // a block may have, dynamic and static together
 };
 
-// The weights are packed once, for all T; two packings where small and large T want other tiles.
+// The weights are packed once, for all T; more than once where small and large T want other tiles.
 struct ctxkv__decode_packing {
     int tile_rows, tiles;   // of a layer
     int k_tiles, k_columns; // the tiles with columns of K, and how many each has
@@ -48,9 +48,11 @@ struct ctxkv__decode_cut {
 // Whether the kernels take the shape at all.
 bool ctxkv__decode_takes(const struct ctxkv__decode_shape *shape);
 
-// The packings of a shape, 1 or 2 of them; a launch for T rows uses ctxkv__decode_cut's.
+// The packings of a shape, 1 to 3 of them; a launch for T rows uses ctxkv__decode_cut's.
+enum { CTXKV__DECODE_PACKINGS = 3 };
 int ctxkv__decode_packings(
-    const struct ctxkv__decode_shape *shape, struct ctxkv__decode_packing packings[2]);
+    const struct ctxkv__decode_shape *shape,
+    struct ctxkv__decode_packing packings[CTXKV__DECODE_PACKINGS]);
 
 // The cut for 1 <= rows <= 64; false where the kernels do not take the shape.
 bool ctxkv__decode_cut(

@@ -110,16 +110,15 @@ static void fewest_rows_take_one_kernel(void **state) {
     for (int64_t rows = 1; rows <= 20; rows++) {
         fake.launches = 0;
         assert_ok(chain_run(p.chain, rows, 0));
-        assert_int_equal(fake.launches, rows <= 16 ? 1 : 2);
+        assert_int_equal(fake.launches, rows <= 8 ? 1 : 2);
         const struct fake_launch *l = &fake.launch[0];
-        if (rows > 16) {
+        if (rows > 8) {
             assert_non_null(strstr(fake.launch[1].kernel, "ctxkv_decode_n"));
             continue;
         }
         assert_string_equal(
-            l->kernel, rows <= 2   ? "ctxkv_decode_fused_r8_l1_s32"
-                       : rows <= 8 ? "ctxkv_decode_fused_r8_l0_s32"
-                                   : "ctxkv_decode_fused_r16_l0_s32");
+            l->kernel,
+            rows <= 2 ? "ctxkv_decode_fused_r8_l1_s32" : "ctxkv_decode_fused_r8_l0_s32");
         ctxkv_decode_params d;
         memcpy(&d, l->params, sizeof d);
         assert_int_equal(l->grid[0], 2 * CTXKV_DECODE_FUSED_CLUSTER);

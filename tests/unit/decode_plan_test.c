@@ -80,9 +80,9 @@ static void check_columns(
 
 static bool is_packed(
     const struct ctxkv__decode_shape *s, const struct ctxkv__decode_packing *packing) {
-    struct ctxkv__decode_packing p[2];
+    struct ctxkv__decode_packing p[CTXKV__DECODE_PACKINGS];
     const int count = ctxkv__decode_packings(s, p);
-    assert_in_range(count, 1, 2);
+    assert_in_range(count, 1, CTXKV__DECODE_PACKINGS);
     for (int i = 0; i < count; i++)
         if (!memcmp(packing, &p[i], sizeof *p)) return true;
     return false;
@@ -126,7 +126,7 @@ static void cuts(void **state) {
                             shape_of(hidden[d], layers[l], heads[h], head_dim);
                         check_cut(&s, rows);
                         if (rows > 1) continue;
-                        struct ctxkv__decode_packing p[2];
+                        struct ctxkv__decode_packing p[CTXKV__DECODE_PACKINGS];
                         for (int i = ctxkv__decode_packings(&s, p); i--;) check_columns(&s, &p[i]);
                     }
 }
