@@ -74,7 +74,7 @@ bool ctxkv__cuda_projection_uses_cublas(const struct ctxkv_projection *plan);
 enum ctxkv__projection_way {
     CTXKV__PROJECTION_MMA,
     CTXKV__PROJECTION_CUBLAS,
-    CTXKV__PROJECTION_WINDOWS // more than one call of cuBLAS
+    CTXKV__PROJECTION_WINDOWS // several calls of cuBLAS that overlap or are small
 };
 enum ctxkv__projection_way ctxkv__cuda_projection_way(
     const struct ctxkv_projection *plan, int64_t rows, bool shared);

@@ -202,7 +202,9 @@ static struct cut cut_for(
         return c;
     }
     c = (struct cut){MANY, layers, rows, 1, 1, 1, 0};
-    if (rows >= 2048 || g->some_layers < 1) return c;
+    // Three blocks of that kernel fit a multiprocessor; the looping one would begin a second turn.
+    bool one_wave = !scaled && rows > 2 * all && rows <= 3 * all;
+    if (rows >= 2048 || g->some_layers < 1 || one_wave) return c;
     c.shape = SOME;
     c.layers = g->some_layers;
     c.groups = ctxkv__ceil_div(layers, c.layers);

@@ -202,7 +202,8 @@ enum ctxkv__projection_way ctxkv__cuda_projection_way(
     int i = 0;
     while (i < BATCHES && batch_rows[i] > rows) i++;
     if (i == BATCHES) return CTXKV__PROJECTION_MMA;
-    return batch_rows[i] == rows ? CTXKV__PROJECTION_CUBLAS : CTXKV__PROJECTION_WINDOWS;
+    bool even = rows == batch_rows[i] || (rows % batch_rows[i] == 0 && batch_rows[i] >= 4096);
+    return even ? CTXKV__PROJECTION_CUBLAS : CTXKV__PROJECTION_WINDOWS;
 }
 
 static int gemm(

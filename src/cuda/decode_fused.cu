@@ -22,8 +22,8 @@
 #define LINE 128
 #define COLUMNS CTXKV_DECODE_FUSED_COLUMNS
 
-// ROWS of x (8, or 16, slower than two launches): stages of 32 steps, `slots` of them in shared memory at once. With LOCAL,
-// every CTA norms all rows, one or two.
+// ROWS of x (8, or 16, slower than two launches): stages of 32 steps, `slots` of them in shared
+// memory at once. With LOCAL, every CTA norms all rows, one or two.
 template <int ROWS> struct room {
     static constexpr int steps = 32;
     static constexpr int stages = D / 16 / steps;

@@ -4,8 +4,7 @@
 
 #define WARPGROUP 128
 #define COPIERS 96
-// The mma kernel is as fast up to one of its tiles of rows.
-#define EXACT_ROWS 16
+#define SMS 132 // of an H200
 
 // The sizes below restate prefill_tile.cuh's prefill_shape.
 #define STAGE(groups, n) ((64 * (groups) + (n)) * 128 + 1024)
@@ -102,21 +101,26 @@ static double larger(double a, double b) {
     return a > b ? a : b;
 }
 
-// Rows from which the one launch beats cuBLAS and the store, by all columns N and by K = D: that is
-// by the bytes of kv it saves beside the waves of tiles it may leave unfilled (docs/op/prefill.md).
-static int64_t family_rows(int64_t n) {
-    return n >= 5120 ? 2048 : 8192;
+// Beside cuBLAS and the store, by all N columns (docs/op/prefill.md): what the store takes is
+// saved, what the last wave of tiles leaves idle is lost.
+static int family_pays(int64_t rows, int64_t n, const ctxkv_prefill_choice *choice) {
+    const ctxkv_prefill_shape *shape = &shapes[choice->shape];
+    if (n < 5120) return rows >= 16384;
+    const double tile = (double)shape->tile_rows * shape->tile_columns;
+    const int64_t tiles = (int64_t)choice->row_tiles * choice->column_tiles * shape->cluster_rows;
+    const double done = (double)rows * (double)n,
+                 room = (double)(ceil_div(tiles, SMS) * SMS) * tile;
+    return rows >= 2048 && done >= 15.0 / 16 * room;
 }
 
 int ctxkv__prefill_pays(
     int64_t rows, int64_t columns, int64_t layers, int64_t heads, ctxkv_prefill_input input,
     ctxkv_prefill_other other) {
     ctxkv_prefill_choice choice = {0};
-    if (!ctxkv__prefill_choose(rows, columns, layers, heads, 132, input, &choice)) return 0;
-    if (other == CTXKV_PREFILL_OR_EXACT) return rows > EXACT_ROWS;
-    if (other == CTXKV_PREFILL_OR_WINDOWS) return 1;
+    if (!ctxkv__prefill_choose(rows, columns, layers, heads, SMS, input, &choice)) return 0;
+    if (other != CTXKV_PREFILL_OR_CUBLAS) return 1;
     if (input >= CTXKV_PREFILL_RMS64)
-        return rows >= family_rows(2 * layers * heads * ctxkv__prefill_head_dim(input));
+        return family_pays(rows, 2 * layers * heads * ctxkv__prefill_head_dim(input), &choice);
     if (heads > 8) return 0; // level with cuBLAS at best
     // Fits to measured times of the pre-kernel and of the three steps it replaces, in microseconds.
     const double t = (double)rows, l = (double)layers, h = (double)heads;

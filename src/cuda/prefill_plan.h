@@ -50,8 +50,8 @@ int ctxkv__prefill_choose(
 // How norms, projection and store would project instead.
 typedef enum {
     CTXKV_PREFILL_OR_EXACT,  // the mma kernel
-    CTXKV_PREFILL_OR_CUBLAS, // one call
-    CTXKV_PREFILL_OR_WINDOWS // cuBLAS, several overlapping windows of rows
+    CTXKV_PREFILL_OR_CUBLAS, // each row once
+    CTXKV_PREFILL_OR_WINDOWS // cuBLAS, overlapping or small windows of rows
 } ctxkv_prefill_other;
 
 // 1 where this way was measured faster on an H200 than the three steps.

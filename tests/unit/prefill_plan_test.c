@@ -71,17 +71,18 @@ static void pays(void **state) {
         ctxkv_prefill_other other;
         int pays;
     } cases[] = {
-        {16384, 8192, 5, 2, muse, cublas, 1},    {4096, 8192, 5, 4, muse, cublas, 1},
-        {65, 8192, 5, 2, muse, cublas, 0},       {1024, 8192, 5, 16, muse, cublas, 0},
-        {0, 8192, 5, 2, muse, cublas, 0},        {65, 8192, 5, 2, muse, exact, 1},
-        {16, 8192, 5, 2, muse, exact, 0},        {17, 8192, 1, 16, muse, exact, 1},
-        {1024, 4096, 5, 8, qwen, cublas, 0},     {2047, 4096, 5, 8, qwen, cublas, 0},
-        {2048, 4096, 5, 8, qwen, cublas, 1},     {16384, 2560, 5, 8, qwen, cublas, 1},
-        {4096, 4096, 5, 1, qwen, cublas, 0},     {8191, 4096, 5, 1, qwen, cublas, 0},
-        {8192, 4096, 5, 1, qwen, cublas, 1},     {16384, 4096, 5, 1, qwen, cublas, 1},
-        {65, 4096, 5, 1, qwen, windows, 1},      {3000, 4096, 5, 1, qwen, windows, 1},
-        {16, 1024, 3, 2, qwen, exact, 0},        {17, 1024, 3, 2, qwen, exact, 1},
-        {INT64_MAX, 4096, 5, 8, qwen, exact, 0},
+        {16384, 8192, 5, 2, muse, cublas, 1}, {4096, 8192, 5, 4, muse, cublas, 1},
+        {65, 8192, 5, 2, muse, cublas, 0},    {1024, 8192, 5, 16, muse, cublas, 0},
+        {0, 8192, 5, 2, muse, cublas, 0},     {65, 8192, 5, 2, muse, exact, 1},
+        {1, 8192, 1, 16, muse, exact, 1},     {1024, 4096, 5, 8, qwen, cublas, 0},
+        {2047, 4096, 5, 8, qwen, cublas, 0},  {2048, 4096, 5, 8, qwen, cublas, 1},
+        {2304, 4096, 5, 8, qwen, cublas, 0},  {3072, 2560, 5, 8, qwen, cublas, 0},
+        {4096, 2560, 5, 8, qwen, cublas, 1},  {5000, 4096, 5, 8, qwen, cublas, 0},
+        {16384, 2560, 5, 8, qwen, cublas, 1}, {2048, 4096, 5, 4, qwen, cublas, 0},
+        {4096, 4096, 5, 4, qwen, cublas, 1},  {4096, 4096, 5, 1, qwen, cublas, 0},
+        {8192, 4096, 5, 1, qwen, cublas, 0},  {16384, 4096, 5, 1, qwen, cublas, 1},
+        {65, 4096, 5, 1, qwen, windows, 1},   {3000, 4096, 5, 1, qwen, windows, 1},
+        {1, 1024, 3, 2, qwen, exact, 1},      {INT64_MAX, 4096, 5, 8, qwen, exact, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         assert_int_equal(
