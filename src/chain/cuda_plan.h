@@ -36,12 +36,10 @@ ctxkv_status ctxkv__cuda_gains(
     const struct ctxkv__cuda_device *gpu, const struct ctxkv__view *rows, int64_t count, int64_t n,
     float centre, float *gains);
 
-// Norms written as "packed n" (params.h) for a kernel that begins early and wants words cleared.
+// Norms written as "packed n" (params.h) for a kernel that begins early.
 struct ctxkv__lines {
     int tile_rows;               // 0: row-major as the call says
     int64_t out_tile, out_layer; // 16-byte vectors
-    unsigned *zero;
-    int zero_count;
 };
 // Whether the norms can be written so: one launch does them.
 bool ctxkv__cuda_norms_takes_lines(const struct ctxkv_norms *plan);

@@ -7,7 +7,7 @@
 #include "chain_ways.h"
 #include "decode_parts.h"
 
-enum { PACKINGS = 3 };
+enum { PACKINGS = CTXKV__DECODE_PACKINGS + 1 };
 
 struct ctxkv__decode {
     struct ctxkv__decode_shape shape;
@@ -15,8 +15,8 @@ struct ctxkv__decode {
     struct ctxkv__decode_packing packing[PACKINGS];
     CUdeviceptr weights[PACKINGS];
     bool fuses; // one kernel may do the whole chain
-    size_t bytes, kv_offset, counter_offset;
-    int64_t x_layers, most_rows;
+    size_t bytes, room_offset;
+    int64_t x_layers;
     unsigned flags; // CTXKV_DECODE_TABLE_BY2
 };
 
@@ -49,17 +49,16 @@ static size_t padded(size_t bytes) {
     return (bytes + 255) / 256 * 256;
 }
 
-// Packed n, the room for K, the counters, in this order.
-static size_t layout(const struct ctxkv_chain *plan, size_t *kv, size_t *counters) {
+// Packed n, then the room of the one kernel.
+static size_t layout(const struct ctxkv_chain *plan, size_t *room) {
     struct ctxkv__decode_shape shape = ctxkv__decode_shape_of(plan->projection);
-    *kv = padded(ctxkv__decode_x_bytes(&shape, plan->max_rows, plan->norms->out_layers));
-    *counters = *kv + padded(ctxkv__decode_kv_bytes(&shape, plan->max_rows));
-    return *counters + padded(ctxkv__decode_counter_bytes(&shape));
+    *room = padded(ctxkv__decode_x_bytes(&shape, plan->max_rows, plan->norms->out_layers));
+    return *room + padded(ctxkv__decode_room_bytes(&shape, plan->max_rows));
 }
 
 size_t ctxkv__decode_workspace(const struct ctxkv_chain *plan) {
-    size_t kv, counters;
-    return suits(plan) ? layout(plan, &kv, &counters) : 0;
+    size_t room;
+    return suits(plan) ? layout(plan, &room) : 0;
 }
 
 static ctxkv_status pack_layer(
@@ -80,6 +79,8 @@ static ctxkv_status pack_layer(
         .half = (int)plan->args.block_columns,
         .tile_rows = packing->tile_rows,
         .tiles = packing->tiles,
+        .k_tiles = packing->k_tiles,
+        .k_columns = packing->k_columns,
         .chunks = chunks,
         .data_chunks = (int)(d / 8),
         .by2 = !aligned,
@@ -148,7 +149,7 @@ static ctxkv_status add_fused(const struct ctxkv_chain *plan, struct ctxkv__deco
     d->fuses = knows_norms(plan) && ctxkv__decode_fused_packing(&d->shape, &packing);
     if (!d->fuses) return CTXKV_OK;
     int i = 0;
-    while (i < d->packings && d->packing[i].tile_rows != packing.tile_rows) i++;
+    while (i < d->packings && !ctxkv__decode_same_packing(&d->packing[i], &packing)) i++;
     d->packing[i] = packing;
     if (i == d->packings) d->packings++;
     for (int rows = 1; !status && rows <= CTXKV_DECODE_MAX_ROWS; rows++) {
@@ -171,14 +172,7 @@ ctxkv_status ctxkv__decode_create(
     d->shape = ctxkv__decode_shape_of(plan->projection);
     d->packings = ctxkv__decode_packings(&d->shape, d->packing);
     d->x_layers = plan->norms->out_layers;
-    // bench/results/h200.json: with 512 columns a layer, norms + cuBLAS + store were 5 % faster at
-    // 64 rows and 14 % slower at 32.
-    int64_t columns = 2 * plan->projection->args.block_columns;
-    bool near = plan->projection->desc.hidden_size == 8192 && columns == 512;
-    d->most_rows = near ? 48 : CTXKV_DECODE_MAX_ROWS;
-    // bench/results/h200_qwen3.json: with 2048 columns a layer and one norm, 8 and 10 % at 64 rows.
-    if (columns == 2048 && plan->norms->out_layers == 1) d->most_rows = 32;
-    layout(plan, &d->kv_offset, &d->counter_offset);
+    layout(plan, &d->room_offset);
     if (plan->store->tables[0].data && !ctxkv__aligned(plan->store->tables[0].data, 16))
         d->flags |= CTXKV_DECODE_TABLE_BY2;
     ctxkv__gpu_settle(gpu);
@@ -209,7 +203,7 @@ size_t ctxkv__decode_memory(const struct ctxkv__decode *d) {
 }
 
 bool ctxkv__decode_takes_run(const struct ctxkv__decode *d, const struct ctxkv__chain_call *call) {
-    return d && call->rows <= d->most_rows;
+    return d && call->rows <= CTXKV_DECODE_MAX_ROWS;
 }
 
 static bool cache_by2(const struct ctxkv__cache *c) {
@@ -269,22 +263,18 @@ static ctxkv_status launch_layers(
     int64_t half = plan->projection->args.block_columns, heads = s->num_kv_heads;
     int64_t x_layer = (int64_t)cut->batch_tiles * cut->chunks * cut->batch_rows;
     int packing = 0;
-    while (d->packing[packing].tile_rows != cut->packing.tile_rows) packing++;
+    while (!ctxkv__decode_same_packing(&d->packing[packing], &cut->packing)) packing++;
     bool shared = d->x_layers == 1;
     ctxkv_decode_params p = {
         .x = workspace + (shared ? 0 : first * x_layer * 16),
         .w = (const void
                   *)(uintptr_t)(d->weights[packing] + (size_t)first * cut->packing.layer_bytes),
-        .kv = workspace + d->kv_offset + first * call->rows * half * 2,
-        .counters =
-            (unsigned *)(void *)(workspace + d->counter_offset) + first * cut->batch_tiles * heads,
+        .kv = cut->fused ? workspace + d->room_offset : 0,
         .positions = (const long long *)call->positions,
         .cos_sin = plan->store->tables[0].data,
         .faults = ctxkv__cuda_store_faults_at(plan->store),
         .max_position = s->rope == CTXKV_ROPE_NONE ? -1 : plan->store->tables[0].max_position,
         .x_layer = shared ? 0 : x_layer,
-        .kv_layer = call->rows * half,
-        .kv_row = half,
         .rows = (int)call->rows,
         .columns = (int)(2 * half),
         .heads = (int)heads,
@@ -294,8 +284,12 @@ static ctxkv_status launch_layers(
         .tiles = cut->packing.tiles,
         .batch_rows = cut->batch_rows,
         .batch_tiles = cut->batch_tiles,
+        .k_tiles = cut->packing.k_tiles,
+        .k_columns = cut->packing.k_columns,
         .cluster_tiles = cut->cluster_tiles,
         .cluster_batches = cut->cluster_batches,
+        .shares_x = cut->shares_x,
+        .k_room = cut->k_room,
         .stages = cut->stages,
         .w_first = cut->w_first,
         .first_layer = (int)first,
@@ -336,8 +330,6 @@ ctxkv_status ctxkv__decode_launch(
         .tile_rows = cut.batch_rows,
         .out_tile = (int64_t)cut.chunks * cut.batch_rows,
         .out_layer = (int64_t)cut.batch_tiles * cut.chunks * cut.batch_rows,
-        .zero = (unsigned *)(void *)(workspace + d->counter_offset),
-        .zero_count = (int)(layers * cut.batch_tiles * plan->store->desc.num_kv_heads),
     };
     struct ctxkv__norms_call norms = {
         .x = call->x,

@@ -215,6 +215,20 @@ static struct cut cut_for(
     return c;
 }
 
+// Before a kernel whose blocks want to begin beside these: a block a row and layer, which needs no
+// shared memory, or halves of a row for all layers, which need little.
+static void cut_beside(
+    const struct ctxkv__cuda_device *gpu, const struct norms_gpu *g, int64_t rows, int64_t layers,
+    struct cut *c) {
+    enum { BESIDE = 32 * 1024 };
+    if (c->shape != ROW || c->layers == 1 || (g->row_kind & 1) || !g->layer16) return;
+    int64_t all = gpu->multiprocessors, halves = (layers - 1) * 8192;
+    if (rows * layers <= all * 5 / 4)
+        *c = (struct cut){ROW, 1, rows, layers, 1, 1, 0};
+    else if (halves <= BESIDE && 2 * rows <= all)
+        *c = (struct cut){HALF, layers, rows, 1, 2, 1, (unsigned)halves};
+}
+
 static ctxkv_status launch_rows(
     const struct ctxkv_norms *plan, struct norms_gpu g, const struct ctxkv__norms_call *call,
     int64_t layers, const struct ctxkv__lines *lines) {
@@ -222,6 +236,7 @@ static ctxkv_status launch_rows(
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     if (!ctxkv__aligned(call->x, 16) || call->x_row_stride % 8) g.flags |= CTXKV_NORMS_X_BY2;
     struct cut cut = cut_for(gpu, &g, call->rows, layers);
+    if (lines) cut_beside(gpu, &g, call->rows, layers, &cut);
     bool half = cut.shape != ANY && g.layer16;
     ctxkv_norms_params p = {
         .x = call->x,
@@ -244,8 +259,6 @@ static ctxkv_status launch_rows(
         p.out_layer = lines->out_layer;
         p.tile_rows = lines->tile_rows;
         p.out_tile = lines->out_tile;
-        p.zero = lines->zero;
-        p.zero_count = lines->zero_count;
     }
     struct ctxkv__launch launch = {
         .kernel = row_kernels[g.row_kind][cut.shape + (cut.shape != ANY && !half)],
@@ -285,8 +298,6 @@ static ctxkv_status launch_rms(
     if (lines) {
         p.tile_rows = lines->tile_rows;
         p.out_tile = lines->out_tile;
-        p.zero = lines->zero;
-        p.zero_count = lines->zero_count;
     }
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_norms_rms,

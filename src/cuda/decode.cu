@@ -8,16 +8,17 @@
 // (64 rows, those past batch_rows are noise), the weights are N. A ring of stages in shared memory
 // is filled by bulk copies, one contiguous piece per operand and stage; CTAs of a cluster that want
 // the same bytes fetch a share each and hand it to all. Weights are on their way before the launch
-// wait. docs/op/decode.md: the layouts, why this shape, what was measured.
+// wait. The columns of a head of K lie in tiles of one cluster: its outputs are put together in the
+// shared memory of the CTA that the row falls to, V's go straight to the cache. docs/op/decode.md:
+// the layouts, why this shape, what was measured.
 #include "decode_head.cuh"
 #include "decode_params.h"
 #include "decode_ring.cuh"
 #include "prim.cuh"
 
 struct shared_state {
-    u64 full[CTXKV_DECODE_MAX_STAGES], empty[CTXKV_DECODE_MAX_STAGES];
+    u64 full[CTXKV_DECODE_MAX_STAGES], empty[CTXKV_DECODE_MAX_STAGES], k_full;
     row_place places[CTXKV_DECODE_MAX_ROWS];
-    int last[CTXKV_DECODE_THREADS / 32];
 };
 
 // Where this CTA stands: grid {tiles, batch tiles, layers}, clusters {cluster_tiles,
@@ -26,7 +27,10 @@ struct where {
     int layer, tile, batch;   // batch: batch tile
     int in_tiles, in_batches; // place in the cluster
     int first_row, rows;      // of T
-    int first_column;         // of the layer
+    // The tile's columns: k_columns of K from k_first, then V's from v_first.
+    int k_columns, k_first, v_first;
+    // A head's tiles, 2^spread of them, share out the rows; this is number `part`.
+    int spread, part;
 };
 static __device__ __forceinline__ where find(const ctxkv_decode_params &p) {
     where o;
@@ -35,10 +39,16 @@ static __device__ __forceinline__ where find(const ctxkv_decode_params &p) {
     asm("mov.u32 %0, %%cluster_ctaid.y;" : "=r"(o.in_batches));
     o.first_row = o.batch * p.batch_rows;
     o.rows = min(p.batch_rows, p.rows - o.first_row);
-    o.first_column = o.tile * p.tile_rows;
+    const bool has_k = o.tile < p.k_tiles;
+    o.k_columns = has_k ? p.k_columns : 0;
+    o.k_first = o.tile * p.k_columns;
+    o.v_first = o.tile * p.tile_rows - min(o.tile, p.k_tiles) * p.k_columns;
+    o.spread = 31 - __clz(p.head_dim / p.k_columns);
+    o.part = o.tile & (1 << o.spread) - 1;
     return o;
 }
 
+// Two columns' outputs.
 static __device__ __forceinline__ void store_pair(u16 *out, u32 word, bool by2) {
     if (by2)
         out[0] = (u16)word, out[1] = (u16)(word >> 16);
@@ -46,69 +56,108 @@ static __device__ __forceinline__ void store_pair(u16 *out, u32 word, bool by2) 
         *(u32 *)out = word;
 }
 
-// Calls f(row of the batch tile, column of the layer, two outputs) for this thread's outputs.
+// The row of the batch tile whose outputs this thread hands on.
+static __device__ __forceinline__ int output_row() {
+    const int lane = threadIdx.x & 31;
+    return threadIdx.x / 32 * 16 + lane / 4 + (lane & 1) * 8;
+}
+// Calls f(first column in the tile, outputs) for each four neighbouring columns of that row. A
+// thread's accumulators are pairs of two rows: it exchanges with the lane of the next pair.
 template <int N, class F>
 static __device__ __forceinline__ void each_output(
-    const ctxkv_decode_params &p, const where &o, const u32 (&out)[N / 4], F f) {
-    const int row = threadIdx.x / 32 * 16 + (threadIdx.x & 31) / 4, pair = (threadIdx.x & 3) * 2;
+    const ctxkv_decode_params &p, bool row_counts, const u32 (&out)[N / 4], F f) {
+    const int lane = threadIdx.x & 31;
+    const bool odd = lane & 1;
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
-        const int in_tile = 8 * j + pair, column = o.first_column + in_tile;
-        if (in_tile >= p.tile_rows || column >= p.columns) continue;
-        if (row < o.rows) f(row, column, out[2 * j]);
-        if (row + 8 < o.rows) f(row + 8, column, out[2 * j + 1]);
+        const u32 got = lane_xor(odd ? out[2 * j] : out[2 * j + 1], 1);
+        const int column = 8 * j + (lane & 2) * 2;
+        if (row_counts && column < p.tile_rows)
+            f(column, odd ? make_uint2(got, out[2 * j + 1]) : make_uint2(out[2 * j], got));
     }
 }
 
-// Counts this CTA in for a head that it has columns of; says whether it is the last.
-static __device__ __forceinline__ bool arrive_at_head(
-    const ctxkv_decode_params &p, const where &o, int head) {
-    const int first = head * p.head_dim / p.tile_rows;
-    const int last = (head * p.head_dim + p.head_dim - 1) / p.tile_rows;
-    unsigned *c = p.counters + ((i64)o.layer * p.batch_tiles + o.batch) * p.heads + head;
-    __threadfence();
-    const bool all = atomicAdd(c, 1u) == (unsigned)(last - first);
-    if (all) *c = 0;
-    __threadfence();
-    return all;
-}
-
-// K goes to the plan's room, V straight to the cache; the CTA that completes a head finishes it.
 template <int N>
-static __device__ __forceinline__ void store_tile(
-    const ctxkv_decode_params &p, const where &o, const u32 (&out)[N / 4], shared_state &sm) {
-    const ctxkv_decode_layer &l = p.layer[o.layer];
-    const int half = p.columns / 2;
-    u16 *kv = (u16 *)p.kv + o.layer * p.kv_layer + o.first_row * p.kv_row;
-    const bool owner = threadIdx.x < 128;
-    if (owner)
-        each_output<N>(p, o, out, [&](int row, int column, u32 word) {
-            if (column < half) *(u32 *)(kv + row * p.kv_row + column) = word;
-        });
-    __syncthreads();
-    const int first_head = o.first_column / p.head_dim;
-    const int end = min(o.first_column + p.tile_rows, half);
-    const int heads = end > o.first_column ? (end - 1) / p.head_dim - first_head + 1 : 0;
-    if (threadIdx.x >= 128 && (int)threadIdx.x < 128 + heads)
-        sm.last[threadIdx.x - 128] = arrive_at_head(p, o, first_head + threadIdx.x - 128);
-    if (owner)
-        each_output<N>(p, o, out, [&](int row, int column, u32 word) {
-            if (column < half || sm.places[row].position < 0) return;
-            const int head = (column - half) / p.head_dim, i = (column - half) % p.head_dim;
-            store_pair(
-                (u16 *)l.v + sm.places[row].v + head * l.v_head + i, word,
-                p.flags & CTXKV_DECODE_CACHE_BY2);
-        });
-    if (heads == 0) return;
-    __syncthreads();
-    for (int h = 0; h < heads; h++) {
-        if (!sm.last[h]) continue;
-        const int head = first_head + h;
-        if (p.head_dim == 64) finish_head<64>(p, l, kv, head, sm.places, o.rows);
-        if (p.head_dim == 128) finish_head<128>(p, l, kv, head, sm.places, o.rows);
-        if (p.head_dim == 256) finish_head<256>(p, l, kv, head, sm.places, o.rows);
-        if (p.head_dim == 512) finish_head<512>(p, l, kv, head, sm.places, o.rows);
+static __device__ __forceinline__ void put_kv(
+    const ctxkv_decode_params &p, const where &o, const u32 (&out)[N / 4]) {
+    const int row = output_row(), half = p.columns / 2;
+    u16 *kv = (u16 *)p.kv + o.layer * p.kv_layer + (o.first_row + row) * p.kv_row;
+    const bool by2 = p.flags & CTXKV_DECODE_KV_BY2;
+    each_output<N>(p, row < o.rows, out, [&](int i, uint2 w) {
+        const int v = o.v_first + i - o.k_columns;
+        if (i < o.k_columns) {
+            store_pair(kv + o.k_first + i, w.x, by2), store_pair(kv + o.k_first + i + 2, w.y, by2);
+            return;
+        }
+        if (v < half) store_pair(kv + half + v, w.x, by2);
+        if (v + 2 < half && i + 2 < p.tile_rows) store_pair(kv + half + v + 2, w.y, by2);
+    });
+}
+
+// Columns v..v+3 of V to the cache, or the first two of them.
+static __device__ __forceinline__ void put_v(
+    const ctxkv_decode_params &p, const ctxkv_decode_layer &l, i64 place, int v, bool four,
+    uint2 w) {
+    const int half = p.columns / 2, shift = 31 - __clz(p.head_dim);
+    const bool by2 = p.flags & CTXKV_DECODE_CACHE_BY2;
+    u16 *to = (u16 *)l.v + place + (v >> shift) * l.v_head + (v & p.head_dim - 1);
+    if (v % 4 == 0 && four && v < half && !by2) {
+        *(uint2 *)to = w;
+        return;
     }
+    if (v < half) store_pair(to, w.x, by2);
+    v += 2;
+    to = (u16 *)l.v + place + (v >> shift) * l.v_head + (v & p.head_dim - 1);
+    if (four && v < half) store_pair(to, w.y, by2);
+}
+
+#define PLACES_BARRIER 1 // of the multipliers and the two warps that look up places
+#define FINISH_BARRIER 2 // of the other warps
+
+// K's outputs to the CTA of the row, by asynchronous stores unless it is this one alone: then the
+// room is where the ring was, whose last MMA is over for all. V's to the cache.
+template <int N>
+static __device__ __forceinline__ void put_outputs(
+    const ctxkv_decode_params &p, const where &o, const u32 (&out)[N / 4], const shared_state &sm,
+    char *room) {
+    const ctxkv_decode_layer &l = p.layer[o.layer];
+    const int row = output_row(), r = row >> o.spread, in_head = o.part * p.k_columns;
+    const bool alone = o.spread == 0;
+    const int owner = (row & (1 << o.spread) - 1) - o.part + o.in_tiles;
+    const u32 cta = o.in_batches * p.cluster_tiles + owner;
+    const u32 full = smem_address(&sm.k_full), bar = bar_in(full, cta);
+    const u32 to = bar_in(smem_address(room), cta);
+    barrier(PLACES_BARRIER, 192);
+    const row_place place = row < o.rows ? sm.places[row] : row_place{0, 0, -1};
+    each_output<N>(p, row < o.rows, out, [&](int i, uint2 w) {
+        if (i < o.k_columns) {
+            const int at = head_vector(r, (in_head + i) / 8, p.head_dim) * 16 + (i & 4) * 2;
+            if (alone)
+                *(uint2 *)(room + at) = w;
+            else
+                store8_to(to + at, w, bar);
+            return;
+        }
+        if (place.position >= 0)
+            put_v(p, l, place.v, o.v_first + i - o.k_columns, i + 2 < p.tile_rows, w);
+    });
+    __syncwarp();
+    if (alone) bar_arrive_here_if(full, (threadIdx.x & 31) == 0);
+}
+
+// The other warps, once they have no more to fetch or to look up.
+static __device__ __forceinline__ void finish(
+    const ctxkv_decode_params &p, const where &o, const shared_state &sm, char *memory) {
+    const ctxkv_decode_layer &l = p.layer[o.layer];
+    const int head = o.tile >> o.spread, step = 1 << o.spread;
+    const head_room room = {
+        (uint4 *)memory, smem_address(&sm.k_full), o.part, step,
+        o.rows - o.part + step - 1 >> o.spread};
+    barrier(FINISH_BARRIER, CTXKV_DECODE_THREADS - HEAD_THREADS);
+    if (p.head_dim == 64) finish_head<64>(p, l, room, head, sm.places);
+    if (p.head_dim == 128) finish_head<128>(p, l, room, head, sm.places);
+    if (p.head_dim == 256) finish_head<256>(p, l, room, head, sm.places);
+    if (p.head_dim == 512) finish_head<512>(p, l, room, head, sm.places);
 }
 
 #define EARLY 4 // stages of weights asked for before anything else
@@ -117,8 +166,8 @@ static __device__ __forceinline__ void store_tile(
 // feeds are done with it. A CTA that needs nobody's help with its weights asks for the first at
 // once.
 static __device__ __forceinline__ void start(
-    const ctxkv_decode_params &p, const ring &g, const feed &weights) {
-    const int told = p.cluster_tiles + p.cluster_batches - 1;
+    const ctxkv_decode_params &p, const where &o, const ring &g, const feed &weights, int told,
+    u32 k_full) {
     if (threadIdx.x == 128) {
         for (int i = 0; i < g.depth; i++) bar_init(g.full + i * 8, 2);
         bar_init_done();
@@ -131,10 +180,14 @@ static __device__ __forceinline__ void start(
         }
     } else if (threadIdx.x == 160) {
         for (int i = 0; i < g.depth; i++) bar_init(g.empty + i * 8, 4 * told);
+        // The outputs of this CTA's rows: told of by its own four warps, or counted in bytes.
+        bar_init(k_full, o.spread == 0 ? 4 : 1);
         bar_init_done();
+        const int rows = o.rows - o.part + (1 << o.spread) - 1 >> o.spread;
+        if (o.spread > 0 && o.k_columns) bar_expect(k_full, rows * p.head_dim * 2);
     }
     __syncwarp();
-    if (told > 1)
+    if (p.cluster_tiles * p.cluster_batches > 1)
         cluster_sync();
     else
         __syncthreads();
@@ -147,7 +200,8 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
     launch_next();
     const where o = find(p);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
-    const int ct = p.cluster_tiles, cb = p.cluster_batches;
+    const int ct = p.cluster_tiles, cb = p.cluster_batches, x_tiles = p.shares_x ? ct : 1;
+    const int told = x_tiles + cb - 1; // whose slots this CTA fills, and who fills its own
     const bool to_kv = p.flags & CTXKV_DECODE_KV;
     if (!to_kv && p.layer[o.layer].rows == 0) return; // so does the whole cluster
     ring g;
@@ -166,17 +220,24 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
         o.in_batches,
         cb,
         column};
-    start(p, g, weights);
-    u32 out[N / 4];
+    start(p, o, g, weights, told, smem_address(&sm.k_full));
     if (warp < 4) {
-        // Whom this CTA's slots are filled by: the row and the column of the cluster it is in.
-        const bool tells = lane < ct + cb - 1;
-        const int other = lane - ct + (lane - ct >= o.in_batches);
-        const int rank = lane < ct ? o.in_batches * ct + lane : other * ct + o.in_tiles;
+        // Whom this CTA's slots are filled by: its row of the cluster, or itself, and its column.
+        const bool tells = lane < told;
+        const int other = lane - x_tiles + (lane - x_tiles >= o.in_batches);
+        const int rank = lane < x_tiles ? o.in_batches * ct + (p.shares_x ? lane : o.in_tiles)
+                                        : other * ct + o.in_tiles;
         const u32 target = bar_in(g.empty, tells ? rank : 0);
+        u32 out[N / 4];
         launch_wait();
         multiply<N, STEPS>(g, p.chunks / 2, p.tile_rows, p.batch_rows, target, tells, out);
-    } else if (warp == 4) {
+        if (to_kv)
+            put_kv<N>(p, o, out);
+        else
+            put_outputs<N>(p, o, out, sm, stages + p.k_room);
+        return;
+    }
+    if (warp == 4) {
         // Copies are served in order: x must not stand behind all the weights that there is room
         // for, so that only the first are asked for before the wait.
         if (lane == 0) {
@@ -191,8 +252,8 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
         if (warp == 5 && lane == 0) {
             const i64 batch = o.layer * p.x_layer + (i64)o.batch * p.chunks * p.batch_rows;
             const feed x = {
-                (const char *)p.x + batch * 16,         0, p.batch_rows * 16, o.in_tiles, ct,
-                ((1u << ct) - 1) << (o.in_batches * ct)};
+                (const char *)p.x + batch * 16, 0,       p.batch_rows * 16,
+                p.shares_x ? o.in_tiles : 0,    x_tiles, ((1u << ct) - 1) << (o.in_batches * ct)};
             ring_fill(g, x, p.chunks, 0, 1 << 30);
         }
         if (warp >= 6 && !to_kv) {
@@ -201,18 +262,11 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
                 row < o.rows
                     ? place_row(p, p.layer[o.layer], o.layer, o.first_row + row, o.tile == 0)
                     : row_place{0, 0, -1};
+            barrier_arrive(PLACES_BARRIER, 192);
         }
         __syncwarp();
     }
-    if (to_kv) {
-        u16 *kv = (u16 *)p.kv + o.layer * p.kv_layer + o.first_row * p.kv_row;
-        if (warp < 4)
-            each_output<N>(p, o, out, [&](int row, int column, u32 word) {
-                store_pair(kv + row * p.kv_row + column, word, p.flags & CTXKV_DECODE_KV_BY2);
-            });
-    } else {
-        store_tile<N>(p, o, out, sm);
-    }
+    if (!to_kv && o.k_columns) finish(p, o, sm, stages + p.k_room);
 }
 
 #define DECODE(n, steps)                                                                           \
@@ -228,11 +282,13 @@ extern "C" __global__ void __launch_bounds__(256)
     ctxkv_decode_pack(const __grid_constant__ ctxkv_decode_pack_params p) {
     const int chunk = blockIdx.x * 256 + threadIdx.x;
     if (chunk >= p.chunks) return;
-    const int in_tile = blockIdx.y, tile = blockIdx.z, row = tile * p.tile_rows + in_tile;
+    const int in_tile = blockIdx.y, tile = blockIdx.z;
+    const bool is_k = tile < p.k_tiles && in_tile < p.k_columns;
+    const int row = is_k ? tile * p.k_columns + in_tile
+                         : tile * p.tile_rows + in_tile - min(tile + 1, p.k_tiles) * p.k_columns;
     uint4 w = make_uint4(0, 0, 0, 0);
-    if (row < 2 * p.half && chunk < p.data_chunks) {
-        const u16 *src = row < p.half ? (const u16 *)p.k + row * p.k_row
-                                      : (const u16 *)p.v + (row - p.half) * p.v_row;
+    if (row < p.half && chunk < p.data_chunks) {
+        const u16 *src = is_k ? (const u16 *)p.k + row * p.k_row : (const u16 *)p.v + row * p.v_row;
         src += chunk * 8;
         w = p.by2 ? load16_by2(src) : load16(src);
     }

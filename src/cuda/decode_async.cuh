@@ -101,6 +101,14 @@ static __device__ __forceinline__ void copy_bulk_to(
                  : "memory");
 }
 
+// A store into the shared memory of a CTA of the cluster, counted by a barrier there.
+static __device__ __forceinline__ void store8_to(u32 address, uint2 w, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"
+                 " [%0], {%1, %2}, [%3];" ::"r"(address),
+                 "r"(w.x), "r"(w.y), "r"(bar)
+                 : "memory");
+}
+
 // After bar_init_done: every CTA of the cluster has its barriers.
 static __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole chain for T <= 16 in one launch: norms, projection, K norm, RoPE and cache insert.
+// The whole chain for T <= 8 in one launch: norms, projection, K norm, RoPE and cache insert.
 // archs: 90a
 //
 // A layer has 16 tiles of weight rows, in two clusters of 8 CTAs: the columns of K and those of V.
-// CTA i of a cluster norms the rows i and i + 8 of x and hands them to all eight; then every CTA
+// CTA i of a cluster norms row i of x and hands it to all eight; then every CTA
 // multiplies all rows by its tile as decode.cu does, but with the weights as the M operand, for an
 // MMA's time depends on N alone and there are fewer rows than weights; then the rows' outputs go
 // back to the CTA of the row, which stores them. Everything between the CTAs is asynchronous
@@ -22,8 +22,8 @@
 #define LINE 128
 #define COLUMNS CTXKV_DECODE_FUSED_COLUMNS
 
-// ROWS of x (8 or 16): stages of 32 steps, `slots` of them in shared memory at once. With LOCAL,
-// every CTA norms all rows, one or two.
+// ROWS of x (8, or 16, slower than two launches): stages of 32 steps, `slots` of them in shared
+// memory at once. With LOCAL, every CTA norms all rows, one or two.
 template <int ROWS> struct room {
     static constexpr int steps = 32;
     static constexpr int stages = D / 16 / steps;

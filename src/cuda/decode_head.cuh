@@ -6,6 +6,7 @@
 #ifndef CTXKV_CUDA_DECODE_HEAD_CUH
 #define CTXKV_CUDA_DECODE_HEAD_CUH
 
+#include "decode_async.cuh"
 #include "decode_params.h"
 #include "faults.cuh"
 #include "head_sums.cuh"
@@ -127,48 +128,65 @@ static __device__ __forceinline__ void rotate_head(
     }
 }
 
-// All threads of the CTA: rows of one head whose K columns all CTAs have left in p.kv. Two rows a
-// group are under way at once, for the latency of their loads.
+// A head's outputs in shared memory, of the rows that are this CTA's: row r of them is row
+// first + r*step of the batch tile. Vectors change places by the row, as in packed n.
+struct head_room {
+    uint4 *at;
+    u32 full; // the barrier that says so
+    int first, step, rows;
+};
+static __device__ __forceinline__ int head_vector(int r, int vector, int head_dim) {
+    return r * (head_dim / 8) + (vector ^ (r & 7));
+}
+
+// The threads from HEAD_THREADS on. Rows are under way at once as many as a thread has registers
+// for, for the latency of their loads; the angles come before the outputs.
+#define HEAD_THREADS 128
 template <int HD>
 static __device__ __forceinline__ void finish_head(
-    const ctxkv_decode_params &p, const ctxkv_decode_layer &l, const u16 *kv, int head,
-    const row_place *places, int rows) {
+    const ctxkv_decode_params &p, const ctxkv_decode_layer &l, const head_room &room, int head,
+    const row_place *places) {
     constexpr int LANES = HD / 8 < 32 ? HD / 8 : 32, VECS = HD / 8 / LANES;
-    constexpr int GROUPS = CTXKV_DECODE_THREADS / LANES, TURNS = 2;
-    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
-    for (int first = 0; first < rows; first += GROUPS * TURNS) {
-        uint4 words[TURNS][VECS], angles[TURNS][2];
-        bool mine[TURNS];
+    constexpr int GROUPS = HEAD_THREADS / LANES, TURNS = 4, AT_ONCE = 2;
+    const int t = threadIdx.x - HEAD_THREADS, lane = t % LANES, group = t / LANES;
+    for (int begin = 0; begin < room.rows; begin += GROUPS * TURNS) {
+        if (begin + t / 32 * 32 / LANES >= room.rows) return; // the whole warp
+        uint4 angles[TURNS][2];
+        const row_place *place[TURNS];
 #pragma unroll
         for (int n = 0; n < TURNS; n++) {
-            const int r = first + n * GROUPS + group;
-            mine[n] = r < rows && places[r].position >= 0;
-#pragma unroll
-            for (int v = 0; v < VECS; v++)
-                words[n][v] =
-                    mine[n]
-                        ? __ldcg((const uint4 *)(kv + r * p.kv_row + head * HD) + v * LANES + lane)
-                        : make_uint4(0, 0, 0, 0);
+            const int r = begin + n * GROUPS + group;
+            place[n] = r < room.rows ? places + room.first + r * room.step : 0;
+            if (place[n] && place[n]->position < 0) place[n] = 0;
             angles[n][0] = angles[n][1] = make_uint4(0, 0, 0, 0);
-            if (mine[n] && p.rope != CTXKV_DECODE_ROPE_NONE)
-                load_angles<HD>(p, places[r].position, lane, angles[n]);
+            if (place[n] && p.rope != CTXKV_DECODE_ROPE_NONE)
+                load_angles<HD>(p, place[n]->position, lane, angles[n]);
         }
+        bar_wait_cluster(room.full, 0);
 #pragma unroll
-        for (int n = 0; n < TURNS; n++) {
-            const int r = first + n * GROUPS + group;
-            float k[VECS][8];
+        for (int turn = 0; turn < TURNS; turn += AT_ONCE) {
+            if (begin + turn * GROUPS >= room.rows) return;
 #pragma unroll
-            for (int v = 0; v < VECS; v++) bf16_unpack8(words[n][v], k[v]);
-            norm_head<HD>(p, l.k_weight, lane, k);
-            rotate_head<HD>(p, angles[n], lane, k);
-            if (!mine[n]) continue;
-            u16 *out = (u16 *)l.k + places[r].k + head * l.k_head + lane * 8;
+            for (int n = turn; n < turn + AT_ONCE; n++) {
+                const int r = begin + n * GROUPS + group;
+                float k[VECS][8];
 #pragma unroll
-            for (int v = 0; v < VECS; v++) {
-                if (p.flags & CTXKV_DECODE_CACHE_BY2)
-                    store16_by2(out + v * LANES * 8, bf16_pack8(k[v]));
-                else
-                    store16(out + v * LANES * 8, bf16_pack8(k[v]));
+                for (int v = 0; v < VECS; v++)
+                    bf16_unpack8(
+                        place[n] ? room.at[head_vector(r, v * LANES + lane, HD)]
+                                 : make_uint4(0, 0, 0, 0),
+                        k[v]);
+                norm_head<HD>(p, l.k_weight, lane, k);
+                rotate_head<HD>(p, angles[n], lane, k);
+                if (!place[n]) continue;
+                u16 *out = (u16 *)l.k + place[n]->k + head * l.k_head + lane * 8;
+#pragma unroll
+                for (int v = 0; v < VECS; v++) {
+                    if (p.flags & CTXKV_DECODE_CACHE_BY2)
+                        store16_by2(out + v * LANES * 8, bf16_pack8(k[v]));
+                    else
+                        store16(out + v * LANES * 8, bf16_pack8(k[v]));
+                }
             }
         }
     }

@@ -6,7 +6,7 @@
 #include "fault_record.h"
 
 // Layers of one launch; a chain with more layers makes several launches, with first_layer set and
-// x, w, kv and counters moved on.
+// x, w and kv moved on.
 #define CTXKV_DECODE_LAYERS 16
 
 #define CTXKV_DECODE_THREADS 256
@@ -28,8 +28,7 @@
 #define CTXKV_DECODE_FUSED_THREADS 704
 #define CTXKV_DECODE_FUSED_X_BYTES (128 * 1024) // of shared memory
 #define CTXKV_DECODE_FUSED_MMA 2048 // bytes from the first that an MMA reads of weights, 64 rows
-#define CTXKV_DECODE_FUSED_SHAPES(X)                                                               \
-    X(8, 1, 32) X(8, 0, 32) X(16, 0, 32) X(8, 1, 16) X(8, 0, 16) X(16, 0, 16)
+#define CTXKV_DECODE_FUSED_SHAPES(X) X(8, 1, 32) X(8, 0, 32) X(8, 1, 16) X(8, 0, 16)
 
 #define CTXKV_DECODE_ROPE_NONE 0u
 #define CTXKV_DECODE_ROPE_GPTJ 1u
@@ -54,12 +53,14 @@ typedef struct {
     long long k_block, k_page, k_head, v_block, v_page, v_head;
 } ctxkv_decode_layer;
 
-// A cluster is cluster_tiles weight tiles by cluster_batches batch tiles of one layer.
+// The columns of a layer's tiles: the first k_tiles begin with k_columns columns of K, a head's
+// next to each other (head_dim/k_columns tiles a head), and go on with columns of V; the rest are
+// V's. A cluster is cluster_tiles weight tiles by cluster_batches batch tiles of one layer, and
+// holds whole heads.
 typedef struct {
-    const void *x;      // packed n: BF16 [layer][batch tile][D/64][batch_rows][64], swizzled
-    const void *w;      // packed weights: BF16 [layer][tile][chunks][tile_rows][8]
-    void *kv;           // BF16: the output, or the plan's room for K [layer][T][heads*head_dim]
-    unsigned *counters; // [layer][batch tile][head], all zero between launches
+    const void *x; // packed n: BF16 [layer][batch tile][D/64][batch_rows][64], swizzled
+    const void *w; // packed weights: BF16 [layer][tile][chunks][tile_rows][8]
+    void *kv;      // BF16: the output (CTXKV_DECODE_KV)
     const long long *positions;
     const void *cos_sin; // BF16 [max_position, head_dim]
     ctxkv_fault_record *faults;
@@ -71,7 +72,10 @@ typedef struct {
     int heads, head_dim;
     int chunks; // D/8, D rounded up to a multiple of 64: the operands are zero there
     int tile_rows, tiles, batch_rows, batch_tiles;
+    int k_tiles, k_columns; // multiples of head_dim/k_columns and of 8
     int cluster_tiles, cluster_batches;
+    int shares_x;    // the tiles of a cluster fetch x together
+    int k_room;      // where in dynamic shared memory the outputs of K are put together
     int stages;      // slots of the ring in shared memory, >= 3 unless all of K fits
     int w_first;     // stages of weights asked for before x, <= stages
     int first_layer; // of layer[0], for the fault record
@@ -87,12 +91,12 @@ typedef struct {
 } ctxkv_decode_params;
 
 // Weights of one layer into [tile][chunks][tile_rows][8]; what is past the last row or column is
-// zero. Row r comes from k where r < half, else from v.
+// zero. half: rows of k, and of v.
 typedef struct {
     const void *k, *v;
     void *out;
     long long k_row, v_row; // elements
-    int half, tile_rows, tiles;
+    int half, tile_rows, tiles, k_tiles, k_columns;
     int chunks, data_chunks; // with the zero columns, and without: D/8
     unsigned by2;            // k or v is not 16-byte aligned in every row
 } ctxkv_decode_pack_params;

@@ -5,9 +5,19 @@
 #include "decode_params.h"
 
 // FIRST_BYTES: weights asked for before x, enough to come while the norms run.
-enum { SHARED_STATIC = 4096, WAVE_STAGES = 3, FIRST_BYTES = 96 * 1024 };
+// CLUSTER: CTAs of a cluster at most.
+enum {
+    SHARED_STATIC = 4096,
+    WAVE_STAGES = 3,
+    FIRST_BYTES = 96 * 1024,
+    CLUSTER = 8,
+    FEW_ROWS = 16,
+    SPLIT_ROWS = 48,
+};
+// What blocks of the norms kernel need beside a block of many rows.
+enum { MANY_ROWS = 33, MANY_BESIDE = 35 * 1024 };
 // FUSED_FIRST: stages asked for before x; more of them would be in x's way. FUSED_ROWS: where one
-// kernel was faster, FUSED_ROWS_1 with one head.
+// kernel was faster.
 enum {
     FUSED_TILES = 2 * CTXKV_DECODE_FUSED_CLUSTER,
     FUSED_HIDDEN = 8192,
@@ -15,8 +25,7 @@ enum {
     FUSED_SHARED = 227 * 1024,
     FUSED_FIRST = 2,
     FUSED_LOCAL = 2,
-    FUSED_ROWS = 16,
-    FUSED_ROWS_1 = 8,
+    FUSED_ROWS = 8,
 };
 
 // Columns of the MMAs, and the longest stage there is a kernel for.
@@ -47,14 +56,9 @@ bool ctxkv__decode_takes(const struct ctxkv__decode_shape *s) {
            s->num_heads <= (1 << 24) / s->head_dim;
 }
 
-// Weight rows a tile so that one wave of `blocks` blocks covers all layers. Few, large tiles: a
-// block's time hardly depends on its rows up to 16, and blocks of the next launch find room.
-static int tile_rows(const struct ctxkv__decode_shape *s, int64_t blocks) {
-    const int64_t layers =
-        s->num_layers < CTXKV_DECODE_LAYERS ? s->num_layers : CTXKV_DECODE_LAYERS;
+// Weight rows a tile where `tiles` tiles are to cover a layer.
+static int tile_rows(const struct ctxkv__decode_shape *s, int64_t tiles) {
     const int64_t columns = columns_of(s);
-    int64_t tiles = blocks / layers;
-    tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
     int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
     rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
     if (rows > 128) rows = 128;
@@ -68,17 +72,51 @@ static int tile_rows(const struct ctxkv__decode_shape *s, int64_t blocks) {
     return (int)rows;
 }
 
-static struct ctxkv__decode_packing pack(const struct ctxkv__decode_shape *s, int rows) {
-    struct ctxkv__decode_packing p;
-    p.tile_rows = rows;
-    p.tiles = (int)((columns_of(s) + rows - 1) / rows);
+// Tiles of `rows` columns; a head of K lies in `spread` of them.
+static struct ctxkv__decode_packing pack(
+    const struct ctxkv__decode_shape *s, int64_t rows, int64_t spread) {
+    const int64_t k_tiles = s->num_heads * spread, k_columns = s->head_dim / spread;
+    const int64_t left = columns_of(s) - k_tiles * rows;
+    const int64_t tiles = k_tiles + (left > 0 ? (left + rows - 1) / rows : 0);
+    struct ctxkv__decode_packing p = {
+        .tile_rows = (int)rows,
+        .tiles = (int)round_up(tiles, spread), // whole clusters
+        .k_tiles = (int)k_tiles,
+        .k_columns = (int)k_columns,
+    };
     p.layer_bytes = (size_t)p.tiles * (size_t)rows * (size_t)chunks_of(s) * 16;
     return p;
 }
 
+// Tiles so that one wave of `blocks` blocks covers all layers, a head of K in at most `most` of
+// them. Few, large tiles: a block's time hardly depends on its rows up to 16, and blocks of the
+// next launch find room.
+static struct ctxkv__decode_packing pack_wave(
+    const struct ctxkv__decode_shape *s, int64_t blocks, int64_t most) {
+    const int64_t layers =
+        s->num_layers < CTXKV_DECODE_LAYERS ? s->num_layers : CTXKV_DECODE_LAYERS;
+    int64_t tiles = blocks / layers, spread = 1;
+    tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
+    int64_t rows = tile_rows(s, tiles);
+    while (spread < most && s->head_dim / spread > rows) spread *= 2;
+    if (tiles > spread) rows = tile_rows(s, tiles / spread * spread);
+    const int64_t least = round_up(s->head_dim / spread, 8);
+    return pack(s, rows < least ? least : rows, spread);
+}
+
 // Above 32 rows two batch tiles share the tile's weights, where that does not make tiles too large.
+static struct ctxkv__decode_packing pack_half(const struct ctxkv__decode_shape *s) {
+    return pack_wave(s, s->multiprocessors / 2, CLUSTER / 2);
+}
 static bool splits_batch(const struct ctxkv__decode_shape *s) {
-    return tile_rows(s, s->multiprocessors / 2) < 96;
+    const int rows = pack_half(s).tile_rows;
+    return rows <= 32 || (rows > 64 && rows < 96);
+}
+// Up to 16 rows, 16 tiles of 32 columns were faster than 24 of 22: an MMA of 32 takes hardly longer
+// than one of 24, and more multiprocessors are free for the next launch.
+static struct ctxkv__decode_packing pack_few(const struct ctxkv__decode_shape *s) {
+    const struct ctxkv__decode_packing p = pack_wave(s, s->multiprocessors, CLUSTER);
+    return p.tile_rows > 16 && p.tile_rows < 32 && s->head_dim == 64 ? pack(s, 32, 2) : p;
 }
 
 // One kernel for the whole chain: 16 tiles of 16 or 32 rows at most, all in one wave.
@@ -91,26 +129,38 @@ static bool fuses(const struct ctxkv__decode_shape *s) {
 bool ctxkv__decode_fused_packing(
     const struct ctxkv__decode_shape *s, struct ctxkv__decode_packing *packing) {
     if (!fuses(s)) return false;
-    *packing = pack(s, (int)(columns_of(s) / FUSED_TILES));
+    const int rows = (int)(columns_of(s) / FUSED_TILES);
+    *packing = (struct ctxkv__decode_packing){
+        .tile_rows = rows,
+        .tiles = FUSED_TILES,
+        .k_tiles = FUSED_TILES / 2,
+        .k_columns = rows,
+        .layer_bytes = (size_t)columns_of(s) * (size_t)s->hidden_size * 2,
+    };
     return true;
 }
 
 int ctxkv__decode_packings(
-    const struct ctxkv__decode_shape *s, struct ctxkv__decode_packing packings[2]) {
-    packings[0] = pack(s, tile_rows(s, s->multiprocessors));
-    if (!splits_batch(s)) return 1;
-    packings[1] = pack(s, tile_rows(s, s->multiprocessors / 2));
-    return packings[1].tile_rows == packings[0].tile_rows ? 1 : 2;
+    const struct ctxkv__decode_shape *s,
+    struct ctxkv__decode_packing packings[CTXKV__DECODE_PACKINGS]) {
+    int count = 0;
+    packings[count++] = pack_wave(s, s->multiprocessors, CLUSTER);
+    const struct ctxkv__decode_packing few = pack_few(s), half = pack_half(s);
+    if (!ctxkv__decode_same_packing(&packings[0], &few)) packings[count++] = few;
+    if (splits_batch(s) && !ctxkv__decode_same_packing(&packings[0], &half))
+        packings[count++] = half;
+    return count;
 }
 
 bool ctxkv__decode_fused_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
-    if (!fuses(s) || rows < 1 || rows > (s->num_heads == 1 ? FUSED_ROWS_1 : FUSED_ROWS))
-        return false;
-    const int tile = (int)(columns_of(s) / FUSED_TILES);
+    if (!fuses(s) || rows < 1 || rows > FUSED_ROWS) return false;
+    struct ctxkv__decode_packing packing;
+    if (!ctxkv__decode_fused_packing(s, &packing)) return false;
+    const int tile = packing.tile_rows;
     *c = (struct ctxkv__decode_cut){
-        .packing = pack(s, tile),
-        .batch_rows = rows <= 8 ? 8 : 16,
+        .packing = packing,
+        .batch_rows = 8,
         .batch_tiles = 1,
         .cluster_tiles = CTXKV_DECODE_FUSED_CLUSTER,
         .cluster_batches = 1,
@@ -131,7 +181,10 @@ bool ctxkv__decode_fused_cut(
 }
 
 // The longest stages of which the ring holds three, or all of K.
-static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_cut *c) {
+static bool fit_ring(
+    const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
+    const size_t beside = SHARED_STATIC + (rows >= MANY_ROWS ? MANY_BESIDE : 0);
+    const size_t most = s->shared_memory - beside;
     for (int k = 0; k < KERNELS; k++) {
         if (kernels[k].columns < c->packing.tile_rows) continue;
         for (int i = 0; i < 2 && kernels[k].steps[i]; i++) {
@@ -142,7 +195,11 @@ static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_c
             // An MMA reads 64 rows of x: up to 56 past the last line, past the stage's weights.
             const size_t weights = (size_t)steps * 32 * (size_t)c->packing.tile_rows;
             const size_t pad = CTXKV_DECODE_SHARED_PAD + (weights < 7168 ? 7168 - weights : 0);
-            const int fit = (int)((s->shared_memory - SHARED_STATIC - pad) / stage);
+            // A head in one tile is put together where the ring was.
+            const bool alone = c->packing.k_columns == s->head_dim;
+            const size_t room =
+                alone ? 0 : (size_t)c->batch_rows * (size_t)c->packing.k_columns * 2;
+            const int fit = (int)((most - pad - room) / stage);
             const int want = 8;
             if (fit < all && fit < (i == 0 && kernels[k].steps[1] ? 5 : WAVE_STAGES)) continue;
             c->columns = kernels[k].columns;
@@ -151,7 +208,9 @@ static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_c
             if (c->stages > all) c->stages = all;
             const size_t first = FIRST_BYTES / weights;
             c->w_first = first < 1 ? 1 : first < (size_t)c->stages ? (int)first : c->stages;
-            c->shared_bytes = (unsigned)(stage * (size_t)c->stages + pad);
+            const size_t used = stage * (size_t)c->stages + pad;
+            c->k_room = alone ? 0 : (int)used;
+            c->shared_bytes = (unsigned)(used + room);
             return true;
         }
         if (k + 1 == KERNELS) break;
@@ -162,17 +221,20 @@ static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_c
 bool ctxkv__decode_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
     if (!ctxkv__decode_takes(s) || rows < 1 || rows > CTXKV_DECODE_MAX_ROWS) return false;
-    if (s->shared_memory < 64 * 1024) return false;
-    const bool split = rows > 32 && splits_batch(s);
+    if (s->shared_memory < 100 * 1024) return false;
+    const bool split = rows > SPLIT_ROWS && splits_batch(s);
     *c = (struct ctxkv__decode_cut){
-        .packing = pack(s, tile_rows(s, s->multiprocessors / (split ? 2 : 1)))};
+        .packing = split              ? pack_half(s)
+                   : rows <= FEW_ROWS ? pack_few(s)
+                                      : pack_wave(s, s->multiprocessors, CLUSTER)};
     c->batch_tiles = split ? 2 : 1;
     c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
     c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
-    c->cluster_tiles = 1;
+    c->cluster_tiles = (int)s->head_dim / c->packing.k_columns;
     c->cluster_batches = c->batch_tiles;
+    c->shares_x = c->cluster_tiles > 1 && rows > 32;
     c->chunks = chunks_of(s);
-    return fit_ring(s, c);
+    return fit_ring(s, rows, c);
 }
 
 size_t ctxkv__decode_x_bytes(
@@ -183,18 +245,12 @@ size_t ctxkv__decode_x_bytes(
     return (size_t)x_layers * (size_t)rows * (size_t)chunks_of(s) * 16;
 }
 
-size_t ctxkv__decode_kv_bytes(const struct ctxkv__decode_shape *s, int64_t max_rows) {
+size_t ctxkv__decode_room_bytes(const struct ctxkv__decode_shape *s, int64_t max_rows) {
     const int64_t rows = max_rows < CTXKV_DECODE_MAX_ROWS ? max_rows : CTXKV_DECODE_MAX_ROWS;
-    const size_t k = (size_t)s->num_layers * (size_t)rows * (size_t)(columns_of(s) / 2) * 2;
-    // Packed n of each cluster, with the rows of the kernel.
-    size_t n = 0;
+    size_t bytes = 0; // packed n of each cluster, with the rows of the kernel
     struct ctxkv__decode_cut c;
     for (int64_t r = 1; r <= rows; r++)
         if (ctxkv__decode_fused_cut(s, r, &c))
-            n = (size_t)s->num_layers * 2 * (size_t)c.batch_rows * (size_t)s->hidden_size * 2;
-    return n > k ? n : k;
-}
-
-size_t ctxkv__decode_counter_bytes(const struct ctxkv__decode_shape *s) {
-    return (size_t)s->num_layers * 2 * (size_t)s->num_heads * sizeof(unsigned);
+            bytes = (size_t)s->num_layers * 2 * (size_t)c.batch_rows * (size_t)s->hidden_size * 2;
+    return bytes;
 }

@@ -17,11 +17,17 @@ struct ctxkv__decode_shape {
     size_t shared_memory; // a block may have, dynamic and static together
 };
 
-// The weights are packed once, for all T; two packings where small and large T want other tiles.
+// The weights are packed once, for all T; more than once where small and large T want other tiles.
 struct ctxkv__decode_packing {
-    int tile_rows, tiles; // of a layer
-    size_t layer_bytes;   // packed weights of one layer
+    int tile_rows, tiles;   // of a layer
+    int k_tiles, k_columns; // the tiles with columns of K, and how many each has
+    size_t layer_bytes;     // packed weights of one layer
 };
+
+static inline bool ctxkv__decode_same_packing(
+    const struct ctxkv__decode_packing *a, const struct ctxkv__decode_packing *b) {
+    return a->tile_rows == b->tile_rows && a->tiles == b->tiles && a->k_columns == b->k_columns;
+}
 
 // One launch.
 struct ctxkv__decode_cut {
@@ -31,6 +37,8 @@ struct ctxkv__decode_cut {
     int chunks;            // D/8, D rounded up to a multiple of 64
     int columns, steps;    // of the kernel: ctxkv_decode_n{columns}_s{steps}
     int stages, w_first;   // of the ring
+    bool shares_x;         // the tiles of a cluster fetch x together
+    int k_room;            // offset in dynamic shared memory
     unsigned shared_bytes; // dynamic
     // decode_fused.cu: batch_rows are the kernel's, columns mean nothing. local: every CTA norms
     // all rows; else the CTAs of a cluster share the work.
@@ -40,9 +48,11 @@ struct ctxkv__decode_cut {
 // Whether the kernels take the shape at all.
 bool ctxkv__decode_takes(const struct ctxkv__decode_shape *shape);
 
-// The packings of a shape, 1 or 2 of them; a launch for T rows uses ctxkv__decode_cut's.
+// The packings of a shape, 1 to 3 of them; a launch for T rows uses ctxkv__decode_cut's.
+enum { CTXKV__DECODE_PACKINGS = 3 };
 int ctxkv__decode_packings(
-    const struct ctxkv__decode_shape *shape, struct ctxkv__decode_packing packings[2]);
+    const struct ctxkv__decode_shape *shape,
+    struct ctxkv__decode_packing packings[CTXKV__DECODE_PACKINGS]);
 
 // The cut for 1 <= rows <= 64; false where the kernels do not take the shape.
 bool ctxkv__decode_cut(
@@ -60,9 +70,7 @@ bool ctxkv__decode_fused_cut(
 size_t ctxkv__decode_x_bytes(
     const struct ctxkv__decode_shape *shape, int64_t max_rows, int64_t x_layers);
 
-// Bytes of the plan's room for K (or for packed n, in one kernel), and of the counters, which start
-// zeroed.
-size_t ctxkv__decode_kv_bytes(const struct ctxkv__decode_shape *shape, int64_t max_rows);
-size_t ctxkv__decode_counter_bytes(const struct ctxkv__decode_shape *shape);
+// Bytes of the plan's room for packed n in one kernel; 0 where there is none.
+size_t ctxkv__decode_room_bytes(const struct ctxkv__decode_shape *shape, int64_t max_rows);
 
 #endif

@@ -60,11 +60,6 @@ static __device__ __forceinline__ place place_of(const ctxkv_norms_params &p, i6
     o.chunk = chunk * 16;
     return o;
 }
-// Words that the next kernel expects to be zero; call after the launch wait.
-static __device__ __forceinline__ void clear_words(const ctxkv_norms_params &p) {
-    if (blockIdx.x | blockIdx.y) return;
-    for (int i = threadIdx.x; i < p.zero_count; i += blockDim.x) p.zero[i] = 0;
-}
 static __device__ __forceinline__ void write_row(const place &o, int layer, const float *v) {
     char *dst = o.base + layer * o.layer;
 #pragma unroll
@@ -141,7 +136,6 @@ static __device__ __forceinline__ void norms_row(const ctxkv_norms_params &p) {
     // Not before: blocks of launches to come would crowd those that run on a few multiprocessors.
     if (!early) launch_next();
     load_row(src, x);
-    if (part == 0) clear_words(p);
     widen(x, h);
     const bool input = p.flags & CTXKV_NORMS_HIDDEN_INPUT;
     if (input) scale_by(g, h);
@@ -186,7 +180,6 @@ static __device__ __forceinline__ void norms_few(const ctxkv_norms_params &p) {
     const place o = place_of(p, blockIdx.x, threadIdx.x);
     launch_wait();
     load_row((const u16 *)p.x + blockIdx.x * p.x_row + first, x);
-    clear_words(p);
     widen(x, h);
     hidden_norm<ORDER>(p, g, h, warp_sums[0], 0);
     if (SCALED) scale_by(layer_g, h);
@@ -261,7 +254,6 @@ static __device__ __forceinline__ void norms_some(const ctxkv_norms_params &p) {
     const u16 *x = (const u16 *)p.x + first;
     uint4 next[CHUNKS];
     if (row < p.rows) load_row(x + row * p.x_row, next);
-    clear_words(p);
     copy_wait();
     __syncthreads();
     for (int turn = 0; row < p.rows; row += stride, turn ^= 1) {
@@ -348,7 +340,6 @@ static __device__ __forceinline__ void norms_any(const ctxkv_norms_params &p) {
     const int first = threadIdx.x * 8;
     launch_next();
     launch_wait();
-    clear_words(p);
     int turn = 0;
     for (i64 row = blockIdx.x; row < p.rows; row += gridDim.x, turn ^= 1) {
         const u16 *x = (const u16 *)p.x + row * p.x_row + first;

@@ -35,8 +35,6 @@ typedef struct {
     // lies at (c/8*tile_rows + r)*8 + (c%8 ^ r%8). out_row and out_column mean nothing then.
     int tile_rows;
     long long out_tile;
-    unsigned *zero; // words to clear for the next kernel
-    int zero_count;
 } ctxkv_norms_params;
 
 #define CTXKV_RMS_COPY 128u // no norm: out = x
@@ -55,8 +53,6 @@ typedef struct {
     unsigned flags; // CTXKV_NORMS_X_BY2, CTXKV_RMS_COPY
     int tile_rows;  // these as above
     long long out_tile;
-    unsigned *zero;
-    int zero_count;
 } ctxkv_rms_params;
 
 // ---- projection ----

@@ -133,6 +133,10 @@ static __device__ __forceinline__ void store16_by2(void *p, uint4 w) {
 static __device__ __forceinline__ void barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// Counts in there without waiting.
+static __device__ __forceinline__ void barrier_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 // Exchange within a warp; every lane takes part.
 static __device__ __forceinline__ float lane_xor(float v, int mask) {
     return __shfl_xor_sync(0xffffffffu, v, mask);

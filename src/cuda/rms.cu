@@ -53,8 +53,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     float a = 0.0f;
     launch_next();
     launch_wait();
-    if (row == 0)
-        for (int i = t; i < p.zero_count; i += blockDim.x) p.zero[i] = 0;
     if (p.flags & CTXKV_RMS_COPY) {
         for (int v = t; v < p.vectors; v += blockDim.x) store16(place(p, row, v), load_x(p, x, v));
         return;

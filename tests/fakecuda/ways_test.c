@@ -45,7 +45,7 @@ static void parameters_arrive(void **state) {
     parts_close(&p);
 }
 
-// Packed n goes from the norms to the decode kernel, which finds its counters cleared.
+// Packed n goes from the norms to the decode kernel.
 static void few_rows_take_the_decode_kernels(void **state) {
     (void)state;
     struct parts p = parts_open(false, 1, "decode");
@@ -82,16 +82,17 @@ static void few_rows_take_the_decode_kernels(void **state) {
         assert_int_equal(n.tile_rows, d.batch_rows);
         assert_int_equal(n.out_tile, (int64_t)d.chunks * d.batch_rows);
         assert_int_equal(n.out_layer, d.x_layer);
-        assert_ptr_equal(n.zero, d.counters);
-        assert_int_equal(n.zero_count, LAYERS * d.batch_tiles * HEADS);
         assert_int_equal(d.rows, rows[i]);
         assert_true(d.batch_rows * d.batch_tiles >= rows[i]);
         assert_true(d.tiles * d.tile_rows >= COLUMNS);
-        // The parts of the workspace lie behind one another.
-        assert_true((char *)d.kv >= (char *)d.x + LAYERS * d.x_layer * 16);
-        assert_true((char *)d.counters >= (char *)d.kv + LAYERS * d.kv_layer * 2);
-        size_t end = (size_t)((char *)(d.counters + n.zero_count) - (char *)d.x);
-        assert_true(end <= ctxkv_chain_workspace_size(p.chain));
+        assert_null(d.kv);
+        assert_true((size_t)LAYERS * (size_t)d.x_layer * 16 <= ctxkv_chain_workspace_size(p.chain));
+        // A head's tiles lie in one cluster, and the room for its outputs in the launch's memory.
+        assert_int_equal(64 % d.k_columns, 0);
+        assert_int_equal(d.k_tiles * d.k_columns, COLUMNS / 2);
+        assert_int_equal(d.cluster_tiles % (64 / d.k_columns), 0);
+        assert_int_equal(d.tiles % d.cluster_tiles, 0);
+        assert_true(d.k_room + d.batch_rows * d.k_columns * 2 <= (int)l->shared);
         assert_int_equal(d.flags, CTXKV_DECODE_CACHE_BY2);
         assert_ptr_equal(d.layer[0].k, cache + 1);
         assert_int_equal(d.layer[1].rows, rows[i]);
@@ -109,16 +110,15 @@ static void fewest_rows_take_one_kernel(void **state) {
     for (int64_t rows = 1; rows <= 20; rows++) {
         fake.launches = 0;
         assert_ok(chain_run(p.chain, rows, 0));
-        assert_int_equal(fake.launches, rows <= 16 ? 1 : 2);
+        assert_int_equal(fake.launches, rows <= 8 ? 1 : 2);
         const struct fake_launch *l = &fake.launch[0];
-        if (rows > 16) {
+        if (rows > 8) {
             assert_non_null(strstr(fake.launch[1].kernel, "ctxkv_decode_n"));
             continue;
         }
         assert_string_equal(
-            l->kernel, rows <= 2   ? "ctxkv_decode_fused_r8_l1_s32"
-                       : rows <= 8 ? "ctxkv_decode_fused_r8_l0_s32"
-                                   : "ctxkv_decode_fused_r16_l0_s32");
+            l->kernel,
+            rows <= 2 ? "ctxkv_decode_fused_r8_l1_s32" : "ctxkv_decode_fused_r8_l0_s32");
         ctxkv_decode_params d;
         memcpy(&d, l->params, sizeof d);
         assert_int_equal(l->grid[0], 2 * CTXKV_DECODE_FUSED_CLUSTER);

@@ -23,7 +23,7 @@ static bool has_kernel(int columns, int steps) {
 #undef IS
 }
 
-static void check_ring(const struct ctxkv__decode_cut *c) {
+static void check_ring(const struct ctxkv__decode_cut *c, int64_t head_dim) {
     assert_true(has_kernel(c->columns, c->steps));
     const int all = (c->chunks + 2 * c->steps - 1) / (2 * c->steps);
     assert_true(c->stages >= 3 || c->stages == all);
@@ -36,15 +36,53 @@ static void check_ring(const struct ctxkv__decode_cut *c) {
     // The MMA of the last line reads 64 rows, that of the last chunk `columns`.
     const int64_t past_x = (64 - c->batch_rows) * 128 - weights;
     const int64_t past_w = (c->columns - c->packing.tile_rows) * 16;
-    const int64_t room = c->shared_bytes - (c->stages - 1) * stage - used;
+    const bool alone = c->packing.k_columns == head_dim;
+    const int64_t end = alone ? (int64_t)c->shared_bytes : c->k_room;
+    const int64_t room = end - (c->stages - 1) * stage - used;
     assert_true(room >= past_x && room >= past_w);
+    // The outputs of K of a CTA's rows: behind all that, or where the ring was.
+    const int64_t k = (int64_t)c->batch_rows * c->packing.k_columns * 2;
+    assert_true(c->k_room % 16 == 0 && c->k_room + k <= c->shared_bytes);
+    if (alone) assert_true(c->k_room == 0 && k <= c->stages * stage);
+}
+
+// The columns that the tiles hold: each of K and V once, in whole heads of K for a cluster.
+static void check_columns(
+    const struct ctxkv__decode_shape *s, const struct ctxkv__decode_packing *p) {
+    static unsigned char seen[2][1 << 15];
+    const int64_t half = s->num_heads * s->head_dim;
+    assert_true(half <= 1 << 15);
+    memset(seen, 0, sizeof seen);
+    const int spread = (int)(s->head_dim / p->k_columns);
+    assert_int_equal(spread * p->k_columns, s->head_dim);
+    assert_int_equal(p->k_columns % 8, 0);
+    assert_int_equal(p->k_tiles, s->num_heads * spread);
+    assert_true(p->k_columns <= p->tile_rows && p->tile_rows <= 128);
+    assert_int_equal(p->tiles % spread, 0);
+    int64_t left = 2 * half;
+    for (int tile = 0; tile < p->tiles; tile++)
+        for (int i = 0; i < p->tile_rows; i++) {
+            const bool is_k = tile < p->k_tiles && i < p->k_columns;
+            const int k_before = (tile < p->k_tiles ? tile + 1 : p->k_tiles) * p->k_columns;
+            const int64_t column =
+                is_k ? tile * p->k_columns + i : tile * p->tile_rows + i - k_before;
+            assert_true(column >= 0);
+            if (column >= half) {
+                assert_false(is_k);
+                continue;
+            }
+            assert_int_equal(seen[!is_k][column]++, 0);
+            if (is_k) assert_int_equal(tile / spread, column / s->head_dim);
+            left--;
+        }
+    assert_int_equal(left, 0);
 }
 
 static bool is_packed(
     const struct ctxkv__decode_shape *s, const struct ctxkv__decode_packing *packing) {
-    struct ctxkv__decode_packing p[2];
+    struct ctxkv__decode_packing p[CTXKV__DECODE_PACKINGS];
     const int count = ctxkv__decode_packings(s, p);
-    assert_in_range(count, 1, 2);
+    assert_in_range(count, 1, CTXKV__DECODE_PACKINGS);
     for (int i = 0; i < count; i++)
         if (!memcmp(packing, &p[i], sizeof *p)) return true;
     return false;
@@ -58,8 +96,8 @@ static void check_cut(const struct ctxkv__decode_shape *s, int64_t rows) {
     assert_false(c.fused);
     const int64_t columns = 2 * s->num_heads * s->head_dim;
     assert_true((int64_t)c.packing.tiles * c.packing.tile_rows >= columns);
-    assert_true((int64_t)(c.packing.tiles - 1) * c.packing.tile_rows < columns);
     assert_int_equal(c.packing.tile_rows % 2, 0);
+    assert_int_equal(c.cluster_tiles % (s->head_dim / c.packing.k_columns), 0);
     assert_true(c.columns >= c.packing.tile_rows);
     assert_int_equal(c.batch_rows % 8, 0);
     assert_true(c.batch_rows <= CTXKV_DECODE_MAX_ROWS);
@@ -72,10 +110,7 @@ static void check_cut(const struct ctxkv__decode_shape *s, int64_t rows) {
     assert_true(c.chunks * 8 < s->hidden_size + 64);
     const size_t x = (size_t)c.batch_tiles * (size_t)c.batch_rows * (size_t)c.chunks * 16;
     assert_true(ctxkv__decode_x_bytes(s, rows, 3) >= 3 * x);
-    assert_true(
-        ctxkv__decode_counter_bytes(s) >=
-        (size_t)(s->num_layers * c.batch_tiles * s->num_heads) * sizeof(unsigned));
-    check_ring(&c);
+    check_ring(&c, s->head_dim);
 }
 
 static void cuts(void **state) {
@@ -90,6 +125,9 @@ static void cuts(void **state) {
                         const struct ctxkv__decode_shape s =
                             shape_of(hidden[d], layers[l], heads[h], head_dim);
                         check_cut(&s, rows);
+                        if (rows > 1) continue;
+                        struct ctxkv__decode_packing p[CTXKV__DECODE_PACKINGS];
+                        for (int i = ctxkv__decode_packings(&s, p); i--;) check_columns(&s, &p[i]);
                     }
 }
 
@@ -142,8 +180,8 @@ static void one_kernel(void **state) {
                 assert_true(ring - 32 * c.packing.tile_rows + 2048 <= c.shared_bytes);
                 assert_true(c.shared_bytes <= H200_SHARED - STATIC_SHARED);
                 const size_t n = (size_t)layers * 2 * (size_t)c.batch_rows * 8192 * 2;
-                assert_true(ctxkv__decode_kv_bytes(&s, rows) >= n);
-                assert_true(ctxkv__decode_kv_bytes(&s, 64) >= n);
+                assert_true(ctxkv__decode_room_bytes(&s, rows) >= n);
+                assert_true(ctxkv__decode_room_bytes(&s, 64) >= n);
             }
     assert_true(found > 0);
     struct ctxkv__decode_cut c;
