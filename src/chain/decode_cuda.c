@@ -269,7 +269,7 @@ static ctxkv_status launch_layers(
         .x = workspace + (shared ? 0 : first * x_layer * 16),
         .w = (const void
                   *)(uintptr_t)(d->weights[packing] + (size_t)first * cut->packing.layer_bytes),
-        .kv = cut->fused ? workspace + d->room_offset : 0,
+        .room = cut->fused ? workspace + d->room_offset : 0,
         .positions = (const long long *)call->positions,
         .cos_sin = plan->store->tables[0].data,
         .faults = ctxkv__cuda_store_faults_at(plan->store),

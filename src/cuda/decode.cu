@@ -27,8 +27,8 @@ struct where {
     int layer, tile, batch;   // batch: batch tile
     int in_tiles, in_batches; // place in the cluster
     int first_row, rows;      // of T
-    // The tile's columns: k_columns of K from k_first, then V's from v_first.
-    int k_columns, k_first, v_first;
+    // The tile's columns: k_columns of K, then V's from v_first.
+    int k_columns, v_first;
     // A head's tiles, 2^spread of them, share out the rows; this is number `part`.
     int spread, part;
 };
@@ -41,7 +41,6 @@ static __device__ __forceinline__ where find(const ctxkv_decode_params &p) {
     o.rows = min(p.batch_rows, p.rows - o.first_row);
     const bool has_k = o.tile < p.k_tiles;
     o.k_columns = has_k ? p.k_columns : 0;
-    o.k_first = o.tile * p.k_columns;
     o.v_first = o.tile * p.tile_rows - min(o.tile, p.k_tiles) * p.k_columns;
     o.spread = 31 - __clz(p.head_dim / p.k_columns);
     o.part = o.tile & (1 << o.spread) - 1;
@@ -75,23 +74,6 @@ static __device__ __forceinline__ void each_output(
         if (row_counts && column < p.tile_rows)
             f(column, odd ? make_uint2(got, out[2 * j + 1]) : make_uint2(out[2 * j], got));
     }
-}
-
-template <int N>
-static __device__ __forceinline__ void put_kv(
-    const ctxkv_decode_params &p, const where &o, const u32 (&out)[N / 4]) {
-    const int row = output_row(), half = p.columns / 2;
-    u16 *kv = (u16 *)p.kv + o.layer * p.kv_layer + (o.first_row + row) * p.kv_row;
-    const bool by2 = p.flags & CTXKV_DECODE_KV_BY2;
-    each_output<N>(p, row < o.rows, out, [&](int i, uint2 w) {
-        const int v = o.v_first + i - o.k_columns;
-        if (i < o.k_columns) {
-            store_pair(kv + o.k_first + i, w.x, by2), store_pair(kv + o.k_first + i + 2, w.y, by2);
-            return;
-        }
-        if (v < half) store_pair(kv + half + v, w.x, by2);
-        if (v + 2 < half && i + 2 < p.tile_rows) store_pair(kv + half + v + 2, w.y, by2);
-    });
 }
 
 // Columns v..v+3 of V to the cache, or the first two of them.
@@ -201,9 +183,8 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
     const where o = find(p);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
     const int ct = p.cluster_tiles, cb = p.cluster_batches, x_tiles = p.shares_x ? ct : 1;
-    const int told = x_tiles + cb - 1; // whose slots this CTA fills, and who fills its own
-    const bool to_kv = p.flags & CTXKV_DECODE_KV;
-    if (!to_kv && p.layer[o.layer].rows == 0) return; // so does the whole cluster
+    const int told = x_tiles + cb - 1;      // whose slots this CTA fills, and who fills its own
+    if (p.layer[o.layer].rows == 0) return; // so does the whole cluster
     ring g;
     g.base = smem_address(stages), g.full = smem_address(sm.full);
     g.empty = smem_address(sm.empty), g.depth = p.stages, g.chunks = STEPS * 2;
@@ -231,10 +212,7 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
         u32 out[N / 4];
         launch_wait();
         multiply<N, STEPS>(g, p.chunks / 2, p.tile_rows, p.batch_rows, target, tells, out);
-        if (to_kv)
-            put_kv<N>(p, o, out);
-        else
-            put_outputs<N>(p, o, out, sm, stages + p.k_room);
+        put_outputs<N>(p, o, out, sm, stages + p.k_room);
         return;
     }
     if (warp == 4) {
@@ -256,7 +234,7 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
                 p.shares_x ? o.in_tiles : 0,    x_tiles, ((1u << ct) - 1) << (o.in_batches * ct)};
             ring_fill(g, x, p.chunks, 0, 1 << 30);
         }
-        if (warp >= 6 && !to_kv) {
+        if (warp >= 6) {
             const int row = threadIdx.x - 192;
             sm.places[row] =
                 row < o.rows
@@ -266,7 +244,7 @@ static __device__ __forceinline__ void decode(const ctxkv_decode_params &p) {
         }
         __syncwarp();
     }
-    if (!to_kv && o.k_columns) finish(p, o, sm, stages + p.k_room);
+    if (o.k_columns) finish(p, o, sm, stages + p.k_room);
 }
 
 #define DECODE(n, steps)                                                                           \
@@ -293,18 +271,4 @@ extern "C" __global__ void __launch_bounds__(256)
         w = p.by2 ? load16_by2(src) : load16(src);
     }
     store16((uint4 *)p.out + ((i64)tile * p.chunks + chunk) * p.tile_rows + in_tile, w);
-}
-
-// grid {ceil(data_chunks/256), T, layers}
-extern "C" __global__ void __launch_bounds__(256)
-    ctxkv_decode_pack_rows(const __grid_constant__ ctxkv_decode_rows_params p) {
-    const int chunk = blockIdx.x * 256 + threadIdx.x, row = blockIdx.y;
-    const int batch = row / p.batch_rows, r = row % p.batch_rows;
-    launch_next();
-    launch_wait();
-    if (chunk >= p.data_chunks) return;
-    const u16 *src = (const u16 *)p.x + blockIdx.z * p.x_layer + row * p.x_row + chunk * 8;
-    const uint4 w = p.by2 ? load16_by2(src) : load16(src);
-    uint4 *out = (uint4 *)p.out + blockIdx.z * p.out_layer + (i64)batch * p.chunks * p.batch_rows;
-    store16(out + (chunk / 8 * p.batch_rows + r) * 8 + (chunk % 8 ^ r % 8), w);
 }

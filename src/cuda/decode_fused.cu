@@ -294,7 +294,7 @@ static __device__ __forceinline__ void fused(const ctxkv_decode_params &p) {
     g.base = x + CTXKV_DECODE_FUSED_X_BYTES;
     g.full = smem_address(sm.full), g.empty = smem_address(sm.empty);
     g.src = (const char *)p.w + ((i64)layer * p.tiles + blockIdx.x) * g.bytes * (D / 16 / STEPS);
-    char *room_of_cluster = (char *)p.kv + (layer * 2 + !is_k) * (ROWS * D * 2);
+    char *room_of_cluster = (char *)p.room + (layer * 2 + !is_k) * (ROWS * D * 2);
     start<ROWS, LOCAL>(p, g, sm, warp, rank);
     if (warp < 4) {
         float acc[ROWS / 2];

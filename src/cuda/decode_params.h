@@ -37,10 +37,8 @@
 #define CTXKV_DECODE_NORM_RMS 1u   // SPEC 5, with a weight row per layer
 #define CTXKV_DECODE_NORM_ABSENT 2u
 
-#define CTXKV_DECODE_KV 1u        // write kv, not the caches
-#define CTXKV_DECODE_KV_BY2 2u    // kv is not 4-byte aligned in every row
-#define CTXKV_DECODE_TABLE_BY2 4u // the cos/sin table is not 16-byte aligned
-#define CTXKV_DECODE_CACHE_BY2 8u // a cache is not 16-byte aligned in every row and head
+#define CTXKV_DECODE_TABLE_BY2 1u // the cos/sin table is not 16-byte aligned
+#define CTXKV_DECODE_CACHE_BY2 2u // a cache is not 16-byte aligned in every row and head
 
 // One layer's cache and slots. Strides are in elements.
 typedef struct {
@@ -53,6 +51,9 @@ typedef struct {
     long long k_block, k_page, k_head, v_block, v_page, v_head;
 } ctxkv_decode_layer;
 
+// Packed n: a line holds 64 columns of a row, and its eight 16-byte vectors change places by the
+// row: vector (row r of the batch tile, chunk c of 8 columns) is at (c/8*batch_rows + r)*8 + (c%8 ^
+// r%8). batch_rows is a multiple of 8; rows past T may hold anything.
 // The columns of a layer's tiles: the first k_tiles begin with k_columns columns of K, a head's
 // next to each other (head_dim/k_columns tiles a head), and go on with columns of V; the rest are
 // V's. A cluster is cluster_tiles weight tiles by cluster_batches batch tiles of one layer, and
@@ -60,15 +61,14 @@ typedef struct {
 typedef struct {
     const void *x; // packed n: BF16 [layer][batch tile][D/64][batch_rows][64], swizzled
     const void *w; // packed weights: BF16 [layer][tile][chunks][tile_rows][8]
-    void *kv;      // BF16: the output (CTXKV_DECODE_KV)
+    void *room;    // decode_fused.cu: for packed n
     const long long *positions;
     const void *cos_sin; // BF16 [max_position, head_dim]
     ctxkv_fault_record *faults;
-    long long max_position;     // -1: no table
-    long long x_layer;          // 16-byte vectors; 0: one x for all layers
-    long long kv_layer, kv_row; // elements
-    int rows;                   // T
-    int columns;                // of a layer: 2*heads*head_dim, K then V
+    long long max_position; // -1: no table
+    long long x_layer;      // 16-byte vectors; 0: one x for all layers
+    int rows;               // T
+    int columns;            // of a layer: 2*heads*head_dim, K then V
     int heads, head_dim;
     int chunks; // D/8, D rounded up to a multiple of 64: the operands are zero there
     int tile_rows, tiles, batch_rows, batch_tiles;
@@ -81,7 +81,7 @@ typedef struct {
     int first_layer; // of layer[0], for the fault record
     unsigned norm, rope, flags;
     float eps;
-    // decode_fused.cu alone: x is row-major there, kv the plan's room for packed n.
+    // decode_fused.cu alone: x is row-major there.
     const void *hidden_gain, *layer_gain; // BF16 [D], [L, D]
     long long x_row;                      // elements
     float hidden_eps, layer_eps;
@@ -100,17 +100,5 @@ typedef struct {
     int chunks, data_chunks; // with the zero columns, and without: D/8
     unsigned by2;            // k or v is not 16-byte aligned in every row
 } ctxkv_decode_pack_params;
-
-// Packed n: a line holds 64 columns of a row, and its eight 16-byte vectors change places by the
-// row: vector (row r of the batch tile, chunk c of 8 columns) is at (c/8*batch_rows + r)*8 + (c%8 ^
-// r%8). batch_rows is a multiple of 8; rows past T may hold anything. Row-major x into packed n.
-typedef struct {
-    const void *x;
-    void *out;
-    long long x_layer, x_row; // elements
-    long long out_layer;      // 16-byte vectors
-    int chunks, data_chunks, batch_rows;
-    unsigned by2;
-} ctxkv_decode_rows_params;
 
 #endif

@@ -351,7 +351,6 @@ static size_t param_bytes(const char *kernel) {
         {"ctxkv_store_", sizeof(ctxkv_store_fast)},
         {"ctxkv_prenorm", sizeof(ctxkv_prenorm_params)},
         {"ctxkv_prefill_", sizeof(ctxkv_prefill_params)},
-        {"ctxkv_decode_pack_rows", sizeof(ctxkv_decode_rows_params)},
         {"ctxkv_decode_pack", sizeof(ctxkv_decode_pack_params)},
         {"ctxkv_decode_n", sizeof(ctxkv_decode_params)},
         {"ctxkv_decode_fused_", sizeof(ctxkv_decode_params)},

@@ -85,7 +85,7 @@ static void few_rows_take_the_decode_kernels(void **state) {
         assert_int_equal(d.rows, rows[i]);
         assert_true(d.batch_rows * d.batch_tiles >= rows[i]);
         assert_true(d.tiles * d.tile_rows >= COLUMNS);
-        assert_null(d.kv);
+        assert_null(d.room);
         assert_true((size_t)LAYERS * (size_t)d.x_layer * 16 <= ctxkv_chain_workspace_size(p.chain));
         // A head's tiles lie in one cluster, and the room for its outputs in the launch's memory.
         assert_int_equal(64 % d.k_columns, 0);
