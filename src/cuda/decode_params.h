@@ -28,7 +28,7 @@
 #define CTXKV_DECODE_FUSED_THREADS 704
 #define CTXKV_DECODE_FUSED_X_BYTES (128 * 1024) // of shared memory
 #define CTXKV_DECODE_FUSED_MMA 2048 // bytes from the first that an MMA reads of weights, 64 rows
-#define CTXKV_DECODE_FUSED_SHAPES(X) X(8, 1, 32) X(8, 0, 32) X(8, 1, 16) X(8, 0, 16)
+#define CTXKV_DECODE_FUSED_SHAPES(X) X(8, 1, 32) X(8, 0, 32) X(8, 1, 16)
 
 #define CTXKV_DECODE_ROPE_NONE 0u
 #define CTXKV_DECODE_ROPE_GPTJ 1u

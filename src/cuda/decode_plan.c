@@ -14,10 +14,8 @@ enum {
     FEW_ROWS = 16,
     SPLIT_ROWS = 48,
 };
-// What blocks of the norms kernel need beside a block of many rows.
-enum { MANY_ROWS = 33, MANY_BESIDE = 35 * 1024 };
 // FUSED_FIRST: stages asked for before x; more of them would be in x's way. FUSED_ROWS: where one
-// kernel was faster.
+// kernel was faster; with more than two heads, FUSED_LOCAL.
 enum {
     FUSED_TILES = 2 * CTXKV_DECODE_FUSED_CLUSTER,
     FUSED_HIDDEN = 8192,
@@ -154,7 +152,7 @@ int ctxkv__decode_packings(
 
 bool ctxkv__decode_fused_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
-    if (!fuses(s) || rows < 1 || rows > FUSED_ROWS) return false;
+    if (!fuses(s) || rows < 1 || rows > (s->num_heads > 2 ? FUSED_LOCAL : FUSED_ROWS)) return false;
     struct ctxkv__decode_packing packing;
     if (!ctxkv__decode_fused_packing(s, &packing)) return false;
     const int tile = packing.tile_rows;
@@ -181,10 +179,8 @@ bool ctxkv__decode_fused_cut(
 }
 
 // The longest stages of which the ring holds three, or all of K.
-static bool fit_ring(
-    const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
-    const size_t beside = SHARED_STATIC + (rows >= MANY_ROWS ? MANY_BESIDE : 0);
-    const size_t most = s->shared_memory - beside;
+static bool fit_ring(const struct ctxkv__decode_shape *s, struct ctxkv__decode_cut *c) {
+    const size_t most = s->shared_memory - SHARED_STATIC;
     for (int k = 0; k < KERNELS; k++) {
         if (kernels[k].columns < c->packing.tile_rows) continue;
         for (int i = 0; i < 2 && kernels[k].steps[i]; i++) {
@@ -221,7 +217,7 @@ static bool fit_ring(
 bool ctxkv__decode_cut(
     const struct ctxkv__decode_shape *s, int64_t rows, struct ctxkv__decode_cut *c) {
     if (!ctxkv__decode_takes(s) || rows < 1 || rows > CTXKV_DECODE_MAX_ROWS) return false;
-    if (s->shared_memory < 100 * 1024) return false;
+    if (s->shared_memory < 64 * 1024) return false;
     const bool split = rows > SPLIT_ROWS && splits_batch(s);
     *c = (struct ctxkv__decode_cut){
         .packing = split              ? pack_half(s)
@@ -234,7 +230,7 @@ bool ctxkv__decode_cut(
     c->cluster_batches = c->batch_tiles;
     c->shares_x = c->cluster_tiles > 1 && rows > 32;
     c->chunks = chunks_of(s);
-    return fit_ring(s, rows, c);
+    return fit_ring(s, c);
 }
 
 size_t ctxkv__decode_x_bytes(

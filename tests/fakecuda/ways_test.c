@@ -117,8 +117,7 @@ static void fewest_rows_take_one_kernel(void **state) {
             continue;
         }
         assert_string_equal(
-            l->kernel,
-            rows <= 2 ? "ctxkv_decode_fused_r8_l1_s32" : "ctxkv_decode_fused_r8_l0_s32");
+            l->kernel, rows <= 2 ? "ctxkv_decode_fused_r8_l1_s32" : "ctxkv_decode_fused_r8_l0_s32");
         ctxkv_decode_params d;
         memcpy(&d, l->params, sizeof d);
         assert_int_equal(l->grid[0], 2 * CTXKV_DECODE_FUSED_CLUSTER);
