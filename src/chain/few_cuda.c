@@ -13,7 +13,6 @@ struct ctxkv__few {
     int packings;
     struct ctxkv__few_packing packing[CTXKV__FEW_PACKINGS];
     CUdeviceptr weights[CTXKV__FEW_PACKINGS];
-    int64_t pays; // rows up to which it is faster than cuBLAS
     size_t bytes;
 };
 
@@ -35,12 +34,6 @@ static bool suits(const struct ctxkv_projection *plan) {
     for (int64_t rows = 1; all && rows <= CTXKV_FEW_MAX_ROWS; rows++)
         all = ctxkv__few_cut(&shape, rows, &cut);
     return all;
-}
-
-int64_t ctxkv__few_rows(const struct ctxkv_projection *plan, bool beside_cublas) {
-    struct ctxkv__few_shape shape = shape_of(plan);
-    if (!suits(plan)) return 0;
-    return beside_cublas ? ctxkv__few_pays(&shape) : CTXKV_FEW_MAX_ROWS;
 }
 
 // CTXKV__KERNELS: there is none.
@@ -123,7 +116,6 @@ ctxkv_status ctxkv__few_create(struct ctxkv_projection *plan, struct ctxkv__few 
     struct ctxkv__few *f = calloc(1, sizeof *f);
     if (!f) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the projection plan");
     f->shape = shape_of(plan);
-    f->pays = ctxkv__few_pays(&f->shape);
     f->packings = ctxkv__few_packings(&f->shape, f->packing);
     ctxkv__gpu_settle(gpu);
     ctxkv_status status = load(gpu, &f->shape);
@@ -148,9 +140,8 @@ size_t ctxkv__few_memory(const struct ctxkv__few *f) {
 }
 
 // What a tensor map can say of x: 16-byte aligned, strides of 16 bytes up to 2^40.
-bool ctxkv__few_takes_run(
-    const struct ctxkv__few *f, const struct ctxkv__projection_call *call, bool beside_cublas) {
-    if (!f || call->rows > (beside_cublas ? f->pays : CTXKV_FEW_MAX_ROWS)) return false;
+bool ctxkv__few_takes_run(const struct ctxkv__few *f, const struct ctxkv__projection_call *call) {
+    if (!f || call->rows > CTXKV_FEW_MAX_ROWS) return false;
     const int64_t most = ((int64_t)1 << 39) - 8, row = call->x_row_stride;
     const int64_t layer = call->x_layer_stride;
     return ctxkv__aligned(call->x, 16) &&

@@ -6,16 +6,12 @@
 #include "cuda_plan.h"
 
 struct ctxkv__few;
-// The rows up to which this way is taken: of those that it knows, and beside a cuBLAS with the same
-// bits of those in which it is faster. 0: none.
-int64_t ctxkv__few_rows(const struct ctxkv_projection *plan, bool beside_cublas);
 // NULL without an error where the kernels do not know the plan or there is no room.
 ctxkv_status ctxkv__few_create(struct ctxkv_projection *plan, struct ctxkv__few **few);
 void ctxkv__few_destroy(const struct ctxkv_projection *plan, struct ctxkv__few *few);
 size_t ctxkv__few_memory(const struct ctxkv__few *few);
-// Whether it takes this run, which cuBLAS could take with the same bits, or not.
-bool ctxkv__few_takes_run(
-    const struct ctxkv__few *few, const struct ctxkv__projection_call *call, bool beside_cublas);
+// Up to 64 rows it was faster than cuBLAS in every shape measured (docs/op/projection.md).
+bool ctxkv__few_takes_run(const struct ctxkv__few *few, const struct ctxkv__projection_call *call);
 ctxkv_status ctxkv__few_launch(
     const struct ctxkv_projection *plan, const struct ctxkv__few *few,
     const struct ctxkv__projection_call *call);

@@ -130,9 +130,9 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
 }
 
 // It costs a copy of the weights or two: not for a chain, which has its own.
-static bool wants_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
+static bool wants_few(const struct ctxkv_projection *plan) {
     return plan->desc.mode != CTXKV_PROJECTION_CUBLAS && !plan->in_chain &&
-           ctxkv__few_rows(plan, g->cublas) > 0 && ctxkv__way_allowed("decode");
+           ctxkv__way_allowed("decode");
 }
 
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
@@ -159,7 +159,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
-    if (!status && wants_few(plan, g)) status = ctxkv__few_create(plan, &g->few);
+    if (!status && wants_few(plan)) status = ctxkv__few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }
@@ -351,7 +351,7 @@ ctxkv_status ctxkv__cuda_projection_launch(
                 : columns_of(plan);
     }
     bool cublas = g->cublas && cublas_fits(plan, g, &call);
-    if (ctxkv__few_takes_run(g->few, given, cublas)) return ctxkv__few_launch(plan, g->few, given);
+    if (ctxkv__few_takes_run(g->few, given)) return ctxkv__few_launch(plan, g->few, given);
     if (cublas) return run_cublas(plan, g, &call, workspace);
     if (plan->desc.mode == CTXKV_PROJECTION_CUBLAS)
         return ctxkv__fail(

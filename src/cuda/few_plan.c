@@ -133,8 +133,3 @@ bool ctxkv__few_cut(const struct ctxkv__few_shape *s, int64_t rows, struct ctxkv
     c->turned = rows <= TURNED_ROWS && c->packing.tile_rows <= MMA_ROWS;
     return choose_kernel(s, c);
 }
-
-int64_t ctxkv__few_pays(const struct ctxkv__few_shape *s) {
-    (void)s;
-    return 64;
-}

@@ -46,7 +46,4 @@ int ctxkv__few_packings(
 // The cut for 1 <= rows <= 64; false where the kernels do not take the shape.
 bool ctxkv__few_cut(const struct ctxkv__few_shape *shape, int64_t rows, struct ctxkv__few_cut *cut);
 
-// The rows up to which the kernels were faster than cuBLAS, 0 where never (docs/op/projection.md).
-int64_t ctxkv__few_pays(const struct ctxkv__few_shape *shape);
-
 #endif
