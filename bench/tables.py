@@ -87,6 +87,16 @@ def qwen3(ops=("chain", "norm", "projection", "store"), rows_wanted=None):
     return markdown(head, table)
 
 
+def host():
+    """What the host pays on a GPU (bench/host_times.py)."""
+    data = load("h200") or {}
+    table = [[str(h["heads"]), f"{h['plan_first_ms']:.1f}", f"{h['plan_ms']:.1f}",
+              *(f"{us:.1f}" for us in h["run_us"].values())] for h in data.get("host", [])]
+    rows = list(data["host"][0]["run_us"]) if table else []
+    head = ["KV heads", "first plan ms", "a plan ms", *(f"run of {r} rows us" for r in rows)]
+    return markdown(head, table)
+
+
 def cpu(ops=("norms", "projection", "store", "chain")):
     data = load("cpu")
     if data is None:
@@ -143,6 +153,7 @@ def peers():
 TABLES = {
     "cpu": cpu,
     "cpu-chain": lambda: cpu(("chain",)),
+    "host": host,
     "peers": peers,
     "h200": h200,
     "h200-qwen3": qwen3,
