@@ -36,6 +36,11 @@ static bool suits(const struct ctxkv_projection *plan) {
     return all;
 }
 
+bool ctxkv__few_pays(const struct ctxkv_projection *plan) {
+    struct ctxkv__few_shape shape = shape_of(plan);
+    return ctxkv__few_one_wave(&shape);
+}
+
 // CTXKV__KERNELS: there is none.
 static enum ctxkv__kernel kernel_of(const struct ctxkv__few_cut *cut) {
 #define KERNEL(n, s)                                                                               \

@@ -130,9 +130,9 @@ static ctxkv_status upload_bias(struct ctxkv_projection *plan, struct projection
 }
 
 // It costs a copy of the weights or two: not for a chain, which has its own.
-static bool wants_few(const struct ctxkv_projection *plan) {
+static bool wants_few(const struct ctxkv_projection *plan, const struct projection_gpu *g) {
     return plan->desc.mode != CTXKV_PROJECTION_CUBLAS && !plan->in_chain &&
-           ctxkv__way_allowed("decode");
+           (!g->cublas || ctxkv__few_pays(plan)) && ctxkv__way_allowed("decode");
 }
 
 ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
@@ -159,7 +159,7 @@ ctxkv_status ctxkv__cuda_projection_create(struct ctxkv_projection *plan) {
     if (!status && mode == CTXKV_PROJECTION_AUTO &&
         (known_equal(plan, g, false) || known_equal(plan, g, true)))
         (void)open_cublas(plan, g);
-    if (!status && wants_few(plan)) status = ctxkv__few_create(plan, &g->few);
+    if (!status && wants_few(plan, g)) status = ctxkv__few_create(plan, &g->few);
     ctxkv__gpu_leave(gpu, &scope);
     return status;
 }

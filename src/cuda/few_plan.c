@@ -133,3 +133,12 @@ bool ctxkv__few_cut(const struct ctxkv__few_shape *s, int64_t rows, struct ctxkv
     c->turned = rows <= TURNED_ROWS && c->packing.tile_rows <= MMA_ROWS;
     return choose_kernel(s, c);
 }
+
+bool ctxkv__few_one_wave(const struct ctxkv__few_shape *s) {
+    struct ctxkv__few_cut c;
+    for (int64_t rows = 1; rows <= CTXKV_FEW_MAX_ROWS; rows++)
+        if (!ctxkv__few_cut(s, rows, &c) ||
+            (int64_t)c.packing.tiles * c.batch_tiles * s->num_layers > s->multiprocessors)
+            return false;
+    return true;
+}

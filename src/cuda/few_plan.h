@@ -46,4 +46,8 @@ int ctxkv__few_packings(
 // The cut for 1 <= rows <= 64; false where the kernels do not take the shape.
 bool ctxkv__few_cut(const struct ctxkv__few_shape *shape, int64_t rows, struct ctxkv__few_cut *cut);
 
+// Whether every launch is one wave of blocks: a second wave, of few blocks, takes as long as the
+// first, and only one was timed beside cuBLAS.
+bool ctxkv__few_one_wave(const struct ctxkv__few_shape *shape);
+
 #endif

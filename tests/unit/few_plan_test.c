@@ -107,10 +107,29 @@ static void refusals(void **state) {
     assert_false(ctxkv__few_takes(&s) || ctxkv__few_cut(&s, 1, &c));
 }
 
+// The shapes that were timed, and larger ones.
+static void waves(void **state) {
+    (void)state;
+    static const struct {
+        int64_t hidden, layers, columns;
+        bool one;
+    } cases[] = {{8192, 5, 128, true},  {8192, 5, 256, true},   {8192, 5, 512, true},
+                 {8192, 5, 1024, true}, {8192, 5, 2048, true},  {4096, 5, 2048, true},
+                 {4096, 5, 256, true},  {2560, 5, 2048, true},  {2048, 8, 1024, true},
+                 {5120, 5, 2048, true}, {4096, 5, 4096, false}, {4096, 40, 2048, false},
+                 {8192, 8, 2048, true}, {8192, 9, 2048, false}, {4096, 133, 128, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct ctxkv__few_shape s =
+            shape_of(cases[i].hidden, cases[i].layers, cases[i].columns);
+        assert_int_equal(ctxkv__few_one_wave(&s), cases[i].one);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(cuts),
         cmocka_unit_test(refusals),
+        cmocka_unit_test(waves),
     };
     return cmocka_run_group_tests(tests, 0, 0);
 }
