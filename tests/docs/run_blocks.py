@@ -68,6 +68,9 @@ def run_file(path, build, env):
 
 def main():
     build = Path(sys.argv[1]).resolve()
+    if not (build / "libctxkv.so").exists():
+        print(f"{build}: nothing is built there; scripts/check gcc does it\n0 passed, 1 failed")
+        return 1
     files = [Path(f).resolve() for f in sys.argv[2:]] or [
         *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "examples").rglob("*.md"))]
