@@ -21,6 +21,9 @@ static inline bool ctxkv__cache_wide(const struct ctxkv__cache *c, unsigned byte
            !(c->k_page_stride % 8) && !(c->k_head_stride % 8) && !(c->v_block_stride % 8) &&
            !(c->v_page_stride % 8) && !(c->v_head_stride % 8);
 }
+static inline bool ctxkv__block_wide(const struct ctxkv__weight_block *b) {
+    return ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0;
+}
 // What the kernels' layers say of a cache, strides in elements: for their initialisers.
 #define CTXKV__OF_CACHE(c)                                                                         \
     .k = (c)->k, .v = (c)->v, .slot_count = (c)->num_blocks * (c)->block_size,                     \

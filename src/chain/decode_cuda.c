@@ -4,8 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../cuda/decode_params.h"
+#include "../cuda/decode_plan.h"
 #include "chain_ways.h"
-#include "decode_parts.h"
+#include "cuda_plan.h"
 
 enum { PACKINGS = CTXKV__DECODE_PACKINGS + 1 };
 
@@ -20,7 +22,7 @@ struct ctxkv__decode {
     unsigned flags; // CTXKV_DECODE_TABLE_BY2
 };
 
-struct ctxkv__decode_shape ctxkv__decode_shape_of(const struct ctxkv_projection *plan) {
+static struct ctxkv__decode_shape shape_of(const struct ctxkv_projection *plan) {
     const ctxkv_projection_desc *p = &plan->desc;
     return (struct ctxkv__decode_shape){
         .hidden_size = p->hidden_size,
@@ -34,7 +36,7 @@ struct ctxkv__decode_shape ctxkv__decode_shape_of(const struct ctxkv_projection 
 
 static bool suits(const struct ctxkv_chain *plan) {
     const ctxkv_projection_desc *p = &plan->projection->desc;
-    struct ctxkv__decode_shape shape = ctxkv__decode_shape_of(plan->projection);
+    struct ctxkv__decode_shape shape = shape_of(plan->projection);
     struct ctxkv__decode_cut cut;
     // A D that is no multiple of 64 would need columns of zeros in every caller's workspace.
     bool sound = plan->device->gpu->arch == 90 && p->hidden_size % 64 == 0 &&
@@ -51,7 +53,7 @@ static size_t padded(size_t bytes) {
 
 // Packed n, then the room of the one kernel.
 static size_t layout(const struct ctxkv_chain *plan, size_t *room) {
-    struct ctxkv__decode_shape shape = ctxkv__decode_shape_of(plan->projection);
+    struct ctxkv__decode_shape shape = shape_of(plan->projection);
     *room = padded(ctxkv__decode_x_bytes(&shape, plan->max_rows, plan->norms->out_layers));
     return *room + padded(ctxkv__decode_room_bytes(&shape, plan->max_rows));
 }
@@ -68,8 +70,6 @@ static ctxkv_status pack_layer(
     const struct ctxkv__weight_block *k = &plan->blocks[2 * layer], *v = k + 1;
     int64_t d = plan->desc.hidden_size;
     int chunks = (int)ctxkv__ceil_div(d, 64) * 8; // zeros past D
-    bool aligned = ctxkv__aligned(k->data, 16) && ctxkv__aligned(v->data, 16) &&
-                   k->row_stride % 8 == 0 && v->row_stride % 8 == 0;
     ctxkv_decode_pack_params p = {
         .k = k->data,
         .v = v->data,
@@ -83,7 +83,7 @@ static ctxkv_status pack_layer(
         .k_columns = packing->k_columns,
         .chunks = chunks,
         .data_chunks = (int)(d / 8),
-        .by2 = !aligned,
+        .by2 = !ctxkv__block_wide(k) || !ctxkv__block_wide(v),
     };
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_decode_pack,
@@ -97,7 +97,8 @@ static ctxkv_status pack_layer(
     return ctxkv__gpu_launch(gpu, &launch);
 }
 
-ctxkv_status ctxkv__decode_pack_weights(
+// Enqueues packing all layers' weights; *bytes grows by what *to then holds.
+static ctxkv_status pack_weights(
     const struct ctxkv_projection *plan, const struct ctxkv__decode_packing *packing,
     CUdeviceptr *to, size_t *bytes) {
     size_t layers = (size_t)plan->desc.num_layers, all = packing->layer_bytes * layers;
@@ -108,7 +109,8 @@ ctxkv_status ctxkv__decode_pack_weights(
     return status;
 }
 
-enum ctxkv__kernel ctxkv__decode_kernel(const struct ctxkv__decode_cut *cut) {
+// CTXKV__KERNELS: there is none.
+static enum ctxkv__kernel kernel_of(const struct ctxkv__decode_cut *cut) {
 #define FUSED(rows, every, s)                                                                      \
     if (cut->fused && cut->batch_rows == rows && cut->local == every && cut->steps == s)           \
         return CTXKV__KERNEL_decode_fused_r##rows##_l##every##_s##s;
@@ -122,14 +124,14 @@ enum ctxkv__kernel ctxkv__decode_kernel(const struct ctxkv__decode_cut *cut) {
     return CTXKV__KERNELS;
 }
 
-ctxkv_status ctxkv__decode_load(
-    struct ctxkv__cuda_device *gpu, const struct ctxkv__decode_shape *shape) {
+// Every kernel that a run of 1..64 rows may ask for, and decode_pack.
+static ctxkv_status load(struct ctxkv__cuda_device *gpu, const struct ctxkv__decode_shape *shape) {
     ctxkv_status status = ctxkv__gpu_kernel(gpu, CTXKV__KERNEL_decode_pack);
     for (int rows = 1; !status && rows <= CTXKV_DECODE_MAX_ROWS; rows++) {
         struct ctxkv__decode_cut cut;
-        if (!ctxkv__decode_cut(shape, rows, &cut) || ctxkv__decode_kernel(&cut) == CTXKV__KERNELS)
+        if (!ctxkv__decode_cut(shape, rows, &cut) || kernel_of(&cut) == CTXKV__KERNELS)
             return ctxkv__fail(CTXKV_NO_KERNEL, "no decode kernel for %d rows", rows);
-        status = ctxkv__gpu_kernel(gpu, ctxkv__decode_kernel(&cut));
+        status = ctxkv__gpu_kernel(gpu, kernel_of(&cut));
     }
     return status;
 }
@@ -155,9 +157,9 @@ static ctxkv_status add_fused(const struct ctxkv_chain *plan, struct ctxkv__deco
     for (int rows = 1; !status && rows <= CTXKV_DECODE_MAX_ROWS; rows++) {
         struct ctxkv__decode_cut cut;
         if (!ctxkv__decode_fused_cut(&d->shape, rows, &cut)) continue;
-        if (ctxkv__decode_kernel(&cut) == CTXKV__KERNELS)
+        if (kernel_of(&cut) == CTXKV__KERNELS)
             return ctxkv__fail(CTXKV_NO_KERNEL, "no kernel for a chain of %d rows", rows);
-        status = ctxkv__gpu_kernel(plan->device->gpu, ctxkv__decode_kernel(&cut));
+        status = ctxkv__gpu_kernel(plan->device->gpu, kernel_of(&cut));
     }
     return status;
 }
@@ -169,18 +171,17 @@ ctxkv_status ctxkv__decode_create(
     if (!suits(plan) || !ctxkv__gpu_has_module(gpu, CTXKV__MODULE_decode)) return CTXKV_OK;
     struct ctxkv__decode *d = calloc(1, sizeof *d);
     if (!d) return ctxkv__fail(CTXKV_OUT_OF_MEMORY, "no memory for the decode plan");
-    d->shape = ctxkv__decode_shape_of(plan->projection);
+    d->shape = shape_of(plan->projection);
     d->packings = ctxkv__decode_packings(&d->shape, d->packing);
     d->x_layers = plan->norms->out_layers;
     layout(plan, &d->room_offset);
     if (plan->store->tables[0].data && !ctxkv__aligned(plan->store->tables[0].data, 16))
         d->flags |= CTXKV_DECODE_TABLE_BY2;
     ctxkv__gpu_settle(gpu);
-    ctxkv_status status = ctxkv__decode_load(gpu, &d->shape);
+    ctxkv_status status = load(gpu, &d->shape);
     if (!status && fuse) status = add_fused(plan, d);
     for (int i = 0; !status && i < d->packings; i++)
-        status =
-            ctxkv__decode_pack_weights(plan->projection, &d->packing[i], &d->weights[i], &d->bytes);
+        status = pack_weights(plan->projection, &d->packing[i], &d->weights[i], &d->bytes);
     CUresult result = gpu->cu->cuStreamSynchronize(gpu->stream);
     if (!status && result) status = ctxkv__cu_fail(gpu->cu, result, "packing the weights");
     if (!status) {
@@ -206,12 +207,6 @@ bool ctxkv__decode_takes_run(const struct ctxkv__decode *d, const struct ctxkv__
     return d && call->rows <= CTXKV_DECODE_MAX_ROWS;
 }
 
-static bool cache_by2(const struct ctxkv__cache *c) {
-    return !ctxkv__aligned(c->k, 16) || !ctxkv__aligned(c->v, 16) || c->k_block_stride % 8 ||
-           c->k_page_stride % 8 || c->k_head_stride % 8 || c->v_block_stride % 8 ||
-           c->v_page_stride % 8 || c->v_head_stride % 8;
-}
-
 // False when none of these layers stores anything.
 static bool fill_layers(
     const struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, int64_t first,
@@ -222,22 +217,13 @@ static bool fill_layers(
         const struct ctxkv__cache *c = &plan->store->caches[first + i];
         const struct ctxkv__slots *s = &call->slots[first + i];
         p->layer[i] = (ctxkv_decode_layer){
-            .k = c->k,
-            .v = c->v,
+            CTXKV__OF_CACHE(c),
             .slots = (const long long *)s->slots,
             .k_weight = gain ? gain + (first + i) * plan->store->desc.head_dim : 0,
             .rows = s->slots ? s->rows : 0,
-            .slot_count = c->num_blocks * c->block_size,
-            .block_size = c->block_size,
-            .k_block = c->k_block_stride,
-            .k_page = c->k_page_stride,
-            .k_head = c->k_head_stride,
-            .v_block = c->v_block_stride,
-            .v_page = c->v_page_stride,
-            .v_head = c->v_head_stride,
         };
         any |= p->layer[i].rows > 0;
-        if (cache_by2(c)) p->flags |= CTXKV_DECODE_CACHE_BY2;
+        if (!ctxkv__cache_wide(c, 16)) p->flags |= CTXKV_DECODE_CACHE_BY2;
     }
     return any;
 }
@@ -302,7 +288,7 @@ static ctxkv_status launch_layers(
     // A launch that stores nothing would not wait for the kernels before it either.
     if (!fill_layers(plan, call, first, count, &p)) return CTXKV_OK;
     struct ctxkv__launch launch = {
-        .kernel = ctxkv__decode_kernel(cut),
+        .kernel = kernel_of(cut),
         .grid = {(uint32_t)cut->packing.tiles, (uint32_t)cut->batch_tiles, (uint32_t)count},
         .threads = cut->fused ? CTXKV_DECODE_FUSED_THREADS : CTXKV_DECODE_THREADS,
         .shared = cut->shared_bytes,

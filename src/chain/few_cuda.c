@@ -71,8 +71,6 @@ static ctxkv_status pack_layer(
     const struct ctxkv__cuda_device *gpu = plan->device->gpu;
     const int64_t parts = plan->args.parts;
     const struct ctxkv__weight_block *k = &plan->blocks[parts * layer], *v = k + parts - 1;
-    const bool aligned = ctxkv__aligned(k->data, 16) && ctxkv__aligned(v->data, 16) &&
-                         k->row_stride % 8 == 0 && v->row_stride % 8 == 0;
     ctxkv_few_pack_params p = {
         .k = k->data,
         .v = v->data,
@@ -83,7 +81,7 @@ static ctxkv_status pack_layer(
         .rows = (int)(parts * plan->args.block_columns),
         .tile_rows = packing->tile_rows,
         .chunks = (int)(plan->desc.hidden_size / 8),
-        .by2 = !aligned,
+        .by2 = !ctxkv__block_wide(k) || !ctxkv__block_wide(v),
     };
     struct ctxkv__launch launch = {
         .kernel = CTXKV__KERNEL_few_pack,

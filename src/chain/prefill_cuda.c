@@ -48,7 +48,7 @@ static bool suits(const struct ctxkv_chain *plan) {
                  !ctxkv__cuda_store_is_general(plan->store);
     for (int64_t i = 0; sound && i < 2 * p->num_layers; i++) {
         const struct ctxkv__weight_block *b = &plan->projection->blocks[i];
-        sound = ctxkv__aligned(b->data, 16) && b->row_stride % 8 == 0 && b->row_stride > 0;
+        sound = ctxkv__block_wide(b) && b->row_stride > 0;
     }
     return sound && ctxkv__aligned(plan->store->tables[0].data, 16) &&
            plan->device->gpu->arch == 90 && plan->device->gpu->cu->cuTensorMapEncodeTiled;
@@ -206,12 +206,6 @@ static ctxkv_status launch_prenorm(
     return ctxkv__gpu_launch(plan->device->gpu, &launch);
 }
 
-static bool cache_by2(const struct ctxkv__cache *c) {
-    return !ctxkv__aligned(c->k, 16) || !ctxkv__aligned(c->v, 16) || c->k_block_stride % 8 ||
-           c->k_page_stride % 8 || c->k_head_stride % 8 || c->v_block_stride % 8 ||
-           c->v_page_stride % 8 || c->v_head_stride % 8;
-}
-
 static void fill_layers(
     const struct ctxkv_chain *plan, const struct ctxkv__chain_call *call, int64_t first,
     int64_t count, ctxkv_prefill_params *p) {
@@ -219,20 +213,11 @@ static void fill_layers(
         const struct ctxkv__cache *c = &plan->store->caches[first + i];
         const struct ctxkv__slots *s = &call->slots[first + i];
         p->layer[i] = (ctxkv_prefill_layer){
-            .k = c->k,
-            .v = c->v,
+            CTXKV__OF_CACHE(c),
             .slots = (const long long *)s->slots,
             .rows = s->slots ? s->rows : 0,
-            .slot_count = c->num_blocks * c->block_size,
-            .block_size = c->block_size,
-            .k_block = c->k_block_stride,
-            .k_page = c->k_page_stride,
-            .k_head = c->k_head_stride,
-            .v_block = c->v_block_stride,
-            .v_page = c->v_page_stride,
-            .v_head = c->v_head_stride,
         };
-        if (cache_by2(c)) p->flags |= CTXKV_PREFILL_BY2;
+        if (!ctxkv__cache_wide(c, 16)) p->flags |= CTXKV_PREFILL_BY2;
     }
 }
 

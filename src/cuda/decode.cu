@@ -47,14 +47,6 @@ static __device__ __forceinline__ where find(const ctxkv_decode_params &p) {
     return o;
 }
 
-// Two columns' outputs.
-static __device__ __forceinline__ void store_pair(u16 *out, u32 word, bool by2) {
-    if (by2)
-        out[0] = (u16)word, out[1] = (u16)(word >> 16);
-    else
-        *(u32 *)out = word;
-}
-
 // The row of the batch tile whose outputs this thread hands on.
 static __device__ __forceinline__ int output_row() {
     const int lane = threadIdx.x & 31;
@@ -142,8 +134,6 @@ static __device__ __forceinline__ void finish(
     if (p.head_dim == 512) finish_head<512>(p, l, room, head, sm.places);
 }
 
-#define EARLY 4 // stages of weights asked for before anything else
-
 // A stage is full when both operands have come, and empty when the warps of all CTAs that this one
 // feeds are done with it. A CTA that needs nobody's help with its weights asks for the first at
 // once.
@@ -153,13 +143,7 @@ static __device__ __forceinline__ void start(
     if (threadIdx.x == 128) {
         for (int i = 0; i < g.depth; i++) bar_init(g.full + i * 8, 2);
         bar_init_done();
-        // Not a loop: with one, the compiler would keep the ring in registers of each lane, and the
-        // MMAs of the consumers would have to wait for their descriptors.
-        if (weights.shares == 1) {
-#pragma unroll
-            for (int i = 0; i < EARLY; i++)
-                if (i < p.w_first) ring_fill(g, weights, p.chunks, i, i + 1);
-        }
+        ring_fill_early(g, weights, p.chunks, p.w_first);
     } else if (threadIdx.x == 160) {
         for (int i = 0; i < g.depth; i++) bar_init(g.empty + i * 8, 4 * told);
         // The outputs of this CTA's rows: told of by its own four warps, or counted in bytes.

@@ -52,6 +52,20 @@ static __device__ __forceinline__ void ring_fill(
     }
 }
 
+#define EARLY 4 // stages of weights asked for before anything else
+
+// By a CTA that needs nobody's help with its weights.
+static __device__ __forceinline__ void ring_fill_early(
+    const ring &g, const feed &weights, int chunks, int w_first) {
+    // Not a loop: with one, the compiler would keep the ring in registers of each lane, and the
+    // MMAs of the consumers would have to wait for their descriptors.
+    if (weights.shares == 1) {
+#pragma unroll
+        for (int i = 0; i < EARLY; i++)
+            if (i < w_first) ring_fill(g, weights, chunks, i, i + 1);
+    }
+}
+
 // The consumers. An MMA is issued when the one before is nearly done, so that every instruction
 // between two stages is time lost; what has to be done sits between the MMAs of a stage instead:
 // telling the producers that the stage before last is free, and looking whether the next is full.
@@ -106,6 +120,14 @@ static __device__ __forceinline__ void multiply(
     wgmma_fix<N>(acc);
 #pragma unroll
     for (int i = 0; i < N / 4; i++) out[i] = bf16_pack(acc[2 * i], acc[2 * i + 1]);
+}
+
+// Two columns' outputs.
+static __device__ __forceinline__ void store_pair(u16 *out, u32 word, bool by2) {
+    if (by2)
+        out[0] = (u16)word, out[1] = (u16)(word >> 16);
+    else
+        *(u32 *)out = word;
 }
 
 #endif

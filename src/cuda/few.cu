@@ -92,8 +92,6 @@ static __device__ __forceinline__ void copy_rows(
     }
 }
 
-#define EARLY 4 // stages of weights asked for before anything else
-
 // A stage is full when both operands have come, and empty when the warps of all CTAs that this one
 // feeds are done with it.
 static __device__ __forceinline__ void start(
@@ -102,12 +100,7 @@ static __device__ __forceinline__ void start(
     if (threadIdx.x == 128) {
         for (int i = 0; i < g.depth; i++) bar_init(g.full + i * 8, 2);
         bar_init_done();
-        // Not a loop: see decode.cu.
-        if (weights.shares == 1) {
-#pragma unroll
-            for (int i = 0; i < EARLY; i++)
-                if (i < p.w_first) ring_fill(g, weights, p.chunks, i, i + 1);
-        }
+        ring_fill_early(g, weights, p.chunks, p.w_first);
     } else if (threadIdx.x == 160) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&p.x) : "memory");
         for (int i = 0; i < g.depth; i++) bar_init(g.empty + i * 8, 4 * told);
@@ -118,13 +111,6 @@ static __device__ __forceinline__ void start(
         cluster_sync();
     else
         __syncthreads();
-}
-
-static __device__ __forceinline__ void store_pair(u16 *out, u32 word, bool by2) {
-    if (by2)
-        out[0] = (u16)word, out[1] = (u16)(word >> 16);
-    else
-        *(u32 *)out = word;
 }
 
 template <int N, bool TURNED>
