@@ -3,6 +3,7 @@
 #include "decode_plan.h"
 
 #include "decode_params.h"
+#include "ring_plan.h"
 
 // FIRST_BYTES: weights asked for before x, enough to come while the norms run.
 // CLUSTER: CTAs of a cluster at most.
@@ -26,19 +27,6 @@ enum {
     FUSED_ROWS = 8,
 };
 
-// Columns of the MMAs, and the longest stage there is a kernel for.
-static const struct {
-    int columns, steps[2];
-} kernels[] = {
-    {8, {32, 16}}, {16, {32, 16}}, {24, {32, 16}}, {32, {32, 16}},
-    {48, {16, 0}}, {64, {16, 8}},  {96, {8, 0}},   {128, {8, 0}},
-};
-enum { KERNELS = sizeof(kernels) / sizeof(kernels[0]) };
-
-static int64_t round_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b * b;
-}
-
 static int64_t columns_of(const struct ctxkv__decode_shape *s) {
     return 2 * s->num_heads * s->head_dim;
 }
@@ -52,22 +40,6 @@ bool ctxkv__decode_takes(const struct ctxkv__decode_shape *s) {
     return head && s->num_layers > 0 && s->num_heads > 0 && s->hidden_size > 0 &&
            s->hidden_size % 16 == 0 && s->hidden_size <= 1 << 20 &&
            s->num_heads <= (1 << 24) / s->head_dim;
-}
-
-// Weight rows a tile where `tiles` tiles are to cover a layer.
-static int tile_rows(const struct ctxkv__decode_shape *s, int64_t tiles) {
-    const int64_t columns = columns_of(s);
-    int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
-    rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
-    if (rows > 128) rows = 128;
-    // Rows that fill the MMA when that costs no tile.
-    for (int i = 0; i < KERNELS; i++)
-        if (kernels[i].columns >= rows) {
-            const int64_t full = kernels[i].columns;
-            if ((columns + full - 1) / full == (columns + rows - 1) / rows) rows = full;
-            break;
-        }
-    return (int)rows;
 }
 
 // Tiles of `rows` columns; a head of K lies in `spread` of them.
@@ -95,9 +67,9 @@ static struct ctxkv__decode_packing pack_wave(
         s->num_layers < CTXKV_DECODE_LAYERS ? s->num_layers : CTXKV_DECODE_LAYERS;
     int64_t tiles = blocks / layers, spread = 1;
     tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles were better than 13
-    int64_t rows = tile_rows(s, tiles);
+    int64_t rows = tile_rows(columns_of(s), tiles);
     while (spread < most && s->head_dim / spread > rows) spread *= 2;
-    if (tiles > spread) rows = tile_rows(s, tiles / spread * spread);
+    if (tiles > spread) rows = tile_rows(columns_of(s), tiles / spread * spread);
     const int64_t least = round_up(s->head_dim / spread, 8);
     return pack(s, rows < least ? least : rows, spread);
 }

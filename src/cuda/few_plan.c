@@ -3,6 +3,7 @@
 #include "few_plan.h"
 
 #include "few_params.h"
+#include "ring_plan.h"
 
 // FIRST_BYTES: weights asked for before x. TURNED_ROWS: T up to which the weights are the MMA's
 // rows, whose time then depends on x's.
@@ -14,18 +15,7 @@ enum {
     EVEN_COLUMNS = 256
 };
 
-// Columns of the MMAs, and the longest stages there are kernels for.
-static const struct {
-    int columns, steps[2];
-} kernels[] = {
-    {8, {32, 16}}, {16, {32, 16}}, {24, {32, 16}}, {32, {32, 16}},
-    {48, {16, 0}}, {64, {16, 8}},  {96, {8, 0}},   {128, {8, 0}},
-};
-enum { KERNELS = sizeof(kernels) / sizeof(kernels[0]), MOST_COLUMNS = 128, MMA_ROWS = 64 };
-
-static int64_t round_up(int64_t a, int64_t b) {
-    return (a + b - 1) / b * b;
-}
+enum { MMA_ROWS = 64 };
 
 bool ctxkv__few_takes(const struct ctxkv__few_shape *s) {
     return s->num_layers > 0 && s->num_layers <= 65535 && s->columns > 0 && s->columns % 2 == 0 &&
@@ -35,22 +25,12 @@ bool ctxkv__few_takes(const struct ctxkv__few_shape *s) {
 
 // Weight rows a tile so that one wave of `blocks` blocks covers all layers. Few, large tiles: a
 // block's time hardly depends on its rows up to 16, and blocks of the next launch find room.
-static int tile_rows(const struct ctxkv__few_shape *s, int64_t blocks) {
+static int wave_rows(const struct ctxkv__few_shape *s, int64_t blocks) {
     const int64_t columns = s->columns;
     int64_t tiles = blocks / s->num_layers;
     if (tiles < 2) tiles = 1;
     if (columns <= EVEN_COLUMNS) tiles = tiles < 2 ? 1 : tiles / 2 * 2; // 12 tiles, not 13
-    int64_t rows = round_up((columns + tiles - 1) / tiles, 2);
-    rows = rows <= 8 ? 8 : rows < 16 ? 16 : rows;
-    if (rows > MOST_COLUMNS) rows = MOST_COLUMNS;
-    // Rows that fill the MMA when that costs no tile.
-    for (int i = 0; i < KERNELS; i++)
-        if (kernels[i].columns >= rows) {
-            const int64_t full = kernels[i].columns;
-            if ((columns + full - 1) / full == (columns + rows - 1) / rows) rows = full;
-            break;
-        }
-    return (int)rows;
+    return tile_rows(columns, tiles);
 }
 
 static struct ctxkv__few_packing pack(const struct ctxkv__few_shape *s, int rows) {
@@ -63,14 +43,14 @@ static struct ctxkv__few_packing pack(const struct ctxkv__few_shape *s, int rows
 
 // Above 32 rows two batch tiles share the tile's weights, where that does not make tiles too large.
 static bool splits_batch(const struct ctxkv__few_shape *s) {
-    return tile_rows(s, s->multiprocessors / 2) < 96;
+    return wave_rows(s, s->multiprocessors / 2) < 96;
 }
 
 int ctxkv__few_packings(
     const struct ctxkv__few_shape *s, struct ctxkv__few_packing packings[CTXKV__FEW_PACKINGS]) {
-    packings[0] = pack(s, tile_rows(s, s->multiprocessors));
+    packings[0] = pack(s, wave_rows(s, s->multiprocessors));
     if (!splits_batch(s)) return 1;
-    packings[1] = pack(s, tile_rows(s, s->multiprocessors / 2));
+    packings[1] = pack(s, wave_rows(s, s->multiprocessors / 2));
     return packings[1].tile_rows == packings[0].tile_rows ? 1 : 2;
 }
 
@@ -119,7 +99,7 @@ bool ctxkv__few_cut(const struct ctxkv__few_shape *s, int64_t rows, struct ctxkv
     if (!ctxkv__few_takes(s) || rows < 1 || rows > CTXKV_FEW_MAX_ROWS) return false;
     const bool split = rows > 32 && splits_batch(s);
     *c = (struct ctxkv__few_cut){
-        .packing = pack(s, tile_rows(s, s->multiprocessors / (split ? 2 : 1)))};
+        .packing = pack(s, wave_rows(s, s->multiprocessors / (split ? 2 : 1)))};
     c->batch_tiles = split ? 2 : 1;
     c->batch_rows = (int)round_up((rows + c->batch_tiles - 1) / c->batch_tiles, 8);
     c->batch_tiles = (int)((rows + c->batch_rows - 1) / c->batch_rows);
